@@ -1,0 +1,111 @@
+"""Vector dot products as a tile machine: what `avx512_bf16` and `portable` share.
+
+A C element is one vector of 16 partial sums: lane p takes the k's 2p and 2p+1 of every chunk, and the lanes are added
+up at the end in a fixed tree.  An A row and a B token are then plain 64-byte vectors, every lane works even for one
+token, and nothing is broadcast.  A pass holds rows × tokens such vectors in registers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from expertile.codegen.ir import Builder, Value, Var, f32, i32, vec
+from expertile.codegen.isa.base import BTile, TileIsa, TilePlan
+from expertile.codegen.layouts import GROUP, RowLayout
+
+Words = vec(i32, 16)
+Sums = vec(f32, 16)
+
+
+class DotIsa(TileIsa):
+    """Subclasses say how one vector of bf16 pairs is multiplied and how many sums their registers hold."""
+
+    layout = RowLayout()
+    sums: ClassVar[int]
+    """C vectors of a pass."""
+    tokens: ClassVar[int]
+    """Tokens of a pass, at most."""
+
+    @abstractmethod
+    def multiply(self, b: Builder, c: Value, a: Value, v: Value) -> Value:
+        """c[p] + a[2p]·v[2p] + a[2p+1]·v[2p+1] in each of 16 lanes; a and v hold bf16 pairs as i32."""
+
+    def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
+        passes = []
+        widest = 1
+        for group, tokens in enumerate(groups):
+            count = -(-tokens // self.tokens)
+            for number in range(count):
+                first, end = number * tokens // count, (number + 1) * tokens // count
+                passes.append((BTile(group, first, end - first),))
+                widest = max(widest, end - first)
+        rows = GROUP
+        while rows > 1 and rows * widest * blocks > self.sums:
+            rows //= 2
+        return TilePlan(tuple(groups), blocks, rows, tuple(passes))
+
+    def neighbours(self, groups: Sequence[int]) -> int:
+        return 1
+
+    def prefetch_lines(self, plan: TilePlan) -> int:
+        return -(-plan.rows * plan.blocks // len(plan.passes))
+
+    def accumulators(
+        self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int
+    ) -> list[list[Var]]:
+        zero = b.zero(Sums)
+        return [[b.var(Sums, zero) for _ in range(tile.tokens)] for _ in range(plan.rows)]
+
+    def load_a(
+        self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
+    ) -> list[Value]:
+        return [address.at(row * stride).load(Words) for row in range(plan.rows)]
+
+    def load_b(
+        self, b: Builder, plan: TilePlan, tile: BTile, column: int, chunk: Value
+    ) -> list[Value]:
+        return [chunk.at(64 * (tile.first + token)).load(Words) for token in range(tile.tokens)]
+
+    def dot(self, b: Builder, c: list[list[Var]], a: list[Value], v: list[Value]) -> None:
+        for sums, row in zip(c, a, strict=True):
+            for sum_, token in zip(sums, v, strict=True):
+                sum_.set(self.multiply(b, sum_.get(), row, token))
+
+    def store(
+        self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, into: Value, row: Value
+    ) -> None:
+        # Token by token, so that the rows of a token are neighbours in the added-up vectors.
+        vectors = [sums[token].get() for token in range(tile.tokens) for sums in c]
+        rows = plan.rows
+        for start in range(0, len(vectors), GROUP):
+            some = vectors[start : start + GROUP]
+            totals = _add_lanes(b, some)
+            for first in range(0, len(some), rows):
+                token = tile.first + (start + first) // rows
+                part = totals.shuffle(range(first, first + rows)) if rows < GROUP else totals
+                into.at(64 * token).at(row * 4).store(part)
+
+
+def _add_lanes(b: Builder, vectors: list[Value]) -> Value:
+    """Lane i of the result = the sum over the lanes of vectors[i], for up to 16 vectors.
+
+    Halves are added to halves (8, 4, 2, 1 lanes apart) while the vectors are merged two by two: the order of the
+    additions of a sum does not depend on its place.
+    """
+    width = GROUP
+    while width > 1:
+        half = width // 2
+        merged = []
+        for i in range(0, len(vectors), 2):
+            x = vectors[i]
+            y = vectors[i + 1] if i + 1 < len(vectors) else x
+            starts = range(0, GROUP, width)
+            low = [s + lane for s in starts for lane in range(half)]
+            high = [s + lane + half for s in starts for lane in range(half)]
+            both = [x.shuffle(part + [GROUP + lane for lane in part], y) for part in (low, high)]
+            merged.append(both[0] + both[1])
+        vectors = merged
+        width = half
+    return vectors[0]

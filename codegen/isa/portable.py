@@ -1,0 +1,42 @@
+"""Plain LLVM vectors: runs on every target. bf16 becomes fp32 by a shift, then two multiply-adds a pair."""
+
+from __future__ import annotations
+
+from expertile.codegen import cpu
+from expertile.codegen.compiler import Target
+from expertile.codegen.ir import Builder, Value, i32, vec
+from expertile.codegen.isa.dot import DotIsa, Sums
+
+
+def without_tiles() -> Target:
+    """This machine with AMX masked off: a kernel of this target can't contain a tile instruction."""
+    return Target.host(without=("amx-tile", "amx-bf16", "amx-int8"))
+
+
+class Portable(DotIsa):
+    name = "portable"
+    summary = "plain vectors on any CPU"
+    sums = 4
+    tokens = 2
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def target(self) -> Target:
+        return without_tiles()
+
+    def multiply(self, b: Builder, c: Value, a: Value, v: Value) -> Value:
+        for half in (_even, _odd):
+            c = b.fmuladd(half(a), half(v), c)
+        return c
+
+
+def _even(words: Value) -> Value:
+    return (words << 16).bitcast(Sums)
+
+
+def _odd(words: Value) -> Value:
+    return (words & words.b.const(vec(i32, 16), -65536)).bitcast(Sums)
+
+
+ISA = Portable()

@@ -1,0 +1,92 @@
+"""The bit-for-bit reference of `amx`: TDPBF16PS step by step in plain vectors, for any CPU with a fused multiply-add.
+
+For each C element, over the pairs p ascending: t0 = fma(a[2p], b[2p], t0), t1 = fma(a[2p+1], b[2p+1], t1); then
+C += t0 + t1. Denormal inputs count as zero and denormal results become zero, signs kept (SDM vol. 2, TDPBF16PS).
+Slow, and only used when asked for: EXPERTILE_ISA=portable_exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertile.codegen import cpu
+from expertile.codegen.compiler import Target
+from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
+from expertile.codegen.isa.base import BTile, TileIsa, TilePlan
+from expertile.codegen.isa.portable import without_tiles
+from expertile.codegen.layouts import GROUP, PairLayout
+
+_Lanes = vec(f32, GROUP)
+_Bits = vec(i32, GROUP)
+
+
+class PortableExact(TileIsa):
+    name = "portable_exact"
+    layout = PairLayout()
+    summary = "AMX arithmetic to the bit, in plain vectors (slow)"
+
+    def unavailable(self) -> str | None:
+        host = cpu.host()
+        if host.triple.startswith("x86_64") and not host.has("fma"):
+            return "the CPU lacks a fused multiply-add (fma)"
+        return None
+
+    def target(self) -> Target:
+        return without_tiles()
+
+    def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
+        passes = tuple((BTile(group, 0, tokens),) for group, tokens in enumerate(groups))
+        return TilePlan(tuple(groups), blocks, rows=GROUP, passes=passes)
+
+    def neighbours(self, groups: Sequence[int]) -> int:
+        return 1
+
+    def prefetch_lines(self, plan: TilePlan) -> int:
+        return 0
+
+    def accumulators(self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int) -> Value:
+        tile_memory = b.buffer(64 * GROUP)
+        with b.loop(0, GROUP) as row:
+            tile_memory.at(row * 64).store(b.zero(_Lanes))
+        return tile_memory
+
+    def load_a(
+        self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
+    ) -> tuple[Value, int]:
+        return address, stride
+
+    def load_b(
+        self, b: Builder, plan: TilePlan, tile: BTile, column: int, chunk: Value
+    ) -> tuple[Value, int]:
+        return chunk, 4 * tile.tokens
+
+    def dot(self, b: Builder, c: Value, a: tuple[Value, int], v: tuple[Value, int]) -> None:
+        (rows, row_stride), (pairs, pair_stride) = a, v
+        with b.loop(0, GROUP) as row:
+            sums = [b.var(_Lanes, b.zero(_Lanes)) for _ in range(2)]
+            with b.loop(0, GROUP) as pair:
+                words = pairs.at(pair * pair_stride).load(_Bits)
+                weight = rows.at(row * row_stride + pair * 4)
+                for half, sum_ in enumerate(sums):
+                    bits = b.splat(weight.at(2 * half).load(i16).zext(i32), GROUP) << 16
+                    token = (words << 16) if half == 0 else (words >> 16) << 16
+                    product = b.fma(_flush(b, bits), _flush(b, token), sum_.get())
+                    sum_.set(_flush(b, product.bitcast(_Bits)))
+            into = c.at(row * 64)
+            chunk_sum = _flush(b, (sums[0].get() + sums[1].get()).bitcast(_Bits))
+            total = into.load(_Lanes) + chunk_sum
+            into.store(_flush(b, total.bitcast(_Bits)))
+
+    def store(self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value, row: Value) -> None:
+        with b.loop(0, GROUP) as feature:
+            lanes = c.at(feature * 64).load(_Lanes)
+            into.at(feature * (4 * tile.tokens)).store_masked(lanes, tile.tokens)
+
+
+def _flush(b: Builder, bits: Value) -> Value:
+    """fp32 given as bits, with a denormal replaced by the zero of its sign."""
+    normal = (bits & 0x7F800000).ne(0)
+    return b.select(normal, bits, bits & b.const(_Bits, -0x80000000)).bitcast(_Lanes)
+
+
+ISA = PortableExact()

@@ -1,0 +1,165 @@
+"""Operand layouts: how a tile machine wants its B operand (the tokens), and how its C tiles lie when stored.
+
+The unit is a **chunk**: 32 consecutive k of up to 16 tokens (a **group**).  With two bf16 in a 32-bit word it is a
+matrix of 16 words by w tokens, 64·w bytes, and the two layouts are each other's transpose:
+
+    PairLayout   word p of all tokens, then word p+1 …    the B tile of AMX (VNNI): row p = pair (2p, 2p+1)
+    RowLayout    all 16 words of token 0, then token 1 …  one 64-byte vector a token, for vector dot products
+
+The C of 16 features by w tokens follows suit: feature-major `[16][w]` or token-major `[w][16]`, fp32, 64·w bytes.
+A group is its chunks one after another; a token block of m tokens is its groups one after another (16, 16, …, rest),
+so it takes 64·m bytes a chunk in either layout.  No kernel template knows which layout it works with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
+
+GROUP = 16
+"""Tokens in a group, and rows (features) in a tile."""
+CHUNK = 32
+"""k in a chunk."""
+
+
+def chunks_of(k: int) -> int:
+    """Chunks that hold k elements."""
+    return -(-k // CHUNK)
+
+
+def groups_of(tokens: int) -> list[int]:
+    """Sizes of the groups of a block of `tokens` tokens."""
+    full, rest = divmod(tokens, GROUP)
+    return [GROUP] * full + ([rest] if rest else [])
+
+
+def round_to_bf16(b: Builder, x: Value) -> Value:
+    """fp32 vector → the bf16 bits in the low half of each i32 lane: to nearest even, NaN stays NaN.
+
+    In integer arithmetic, because the instruction for it flushes denormals and exists on few CPUs: this way all ISAs
+    agree to the bit.
+    """
+    bits = x.bitcast(vec(i32, x.lanes))
+    odd = (bits >> 16) & 1
+    rounded = (bits + odd + 0x7FFF) >> 16
+    quiet = (bits >> 16) | 0x40
+    return b.select(x.is_nan(), quiet, rounded)
+
+
+def transpose(b: Builder, rows: Sequence[Value]) -> list[Value]:
+    """16 vectors of 16 lanes, transposed in registers: four rounds of exchanging blocks of 8, 4, 2 and 1."""
+    rows = list(rows)
+    for step in (8, 4, 2, 1):
+        for i in (i for i in range(GROUP) if not i & step):
+            upper, lower = rows[i], rows[i + step]
+            keep = [lane if not lane & step else lane - step + GROUP for lane in range(GROUP)]
+            swap = [lane + step if not lane & step else lane + GROUP for lane in range(GROUP)]
+            rows[i], rows[i + step] = upper.shuffle(keep, lower), upper.shuffle(swap, lower)
+    return rows
+
+
+class OperandLayout(ABC):
+    """One way of laying out chunks and stored C tiles."""
+
+    @abstractmethod
+    def pack(
+        self,
+        b: Builder,
+        tokens: Value,
+        row: Callable[[Value], Value],
+        chunks: Sequence[tuple[int, int]],
+        read: Callable[[Value, Value, int], Value],
+        group: Value,
+    ) -> None:
+        """Gather `tokens` (1…16, i64) tokens into `group`.
+
+        `row(t)` is the address of token t; `read(address, chunk, part)` its 16 words of a chunk, where `part` is the
+        index of the range in `chunks` (pairs first, end) the chunk comes from: full chunks and the masked tail differ.
+        """
+
+    @abstractmethod
+    def flat_features(self, tokens: int) -> list[int]:
+        """The feature (0…15) of each element of a stored C of `tokens` tokens, in memory order."""
+
+    @abstractmethod
+    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+        """Round the stored C at `c` to bf16 and write it as the k's `feature`…`feature`+15 of `group`."""
+
+    @abstractmethod
+    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
+        """The stored C at `c` as one fp32 vector of 16 features a token."""
+
+    def half_chunk(self, group: Value, feature: Value, tokens: int, second_half: int) -> Value:
+        """Where in `group` the 16 features from `feature` (a multiple of 16) begin."""
+        return group.at((feature >> 5) * (64 * tokens) + ((feature >> 4) & 1) * second_half)
+
+
+class RowLayout(OperandLayout):
+    """Token-major: the operand of a vector dot product."""
+
+    def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
+        with b.loop(0, tokens) as token:
+            source, into = row(token), group.at(token * 64)
+            for part, (first, end) in enumerate(chunks):
+                with b.loop(first, end) as chunk:
+                    into.at(chunk * tokens * 64).store(read(source, chunk, part))
+
+    def flat_features(self, tokens: int) -> list[int]:
+        return list(range(GROUP)) * tokens
+
+    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+        into = self.half_chunk(group, feature, tokens, 32)
+        for token, vector in enumerate(self.token_vectors(b, c, tokens)):
+            into.at(64 * token).store(round_to_bf16(b, vector).to(vec(i16, GROUP)))
+
+    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
+        return [c.at(64 * token).load(vec(f32, GROUP)) for token in range(tokens)]
+
+
+class PairLayout(OperandLayout):
+    """Feature-major, k in pairs: the operand of AMX (SDM vol. 2, TDPBF16PS)."""
+
+    def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
+        # The words of one token are a B column; for a single token that is the row as it is.
+        with b.if_else(tokens.eq(1)) as (alone, several):
+            with alone:
+                source = row(b.const(tokens.type, 0))
+                for part, (first, end) in enumerate(chunks):
+                    with b.loop(first, end) as chunk:
+                        group.at(chunk * 64).store(read(source, chunk, part))
+            with several:
+                last = tokens - 1
+                sources = [
+                    row(b.min(b.const(tokens.type, token), last)) for token in range(GROUP)
+                ]
+                lanes = b.mask(tokens, GROUP)
+                for part, (first, end) in enumerate(chunks):
+                    with b.loop(first, end) as chunk:
+                        words = transpose(b, [read(source, chunk, part) for source in sources])
+                        into = group.at(chunk * tokens * 64)
+                        for pair, columns in enumerate(words):
+                            into.at(tokens * (4 * pair)).store_masked(columns, lanes)
+
+    def flat_features(self, tokens: int) -> list[int]:
+        return [feature for feature in range(GROUP) for _ in range(tokens)]
+
+    def _feature_rows(self, c: Value, tokens: int) -> list[Value]:
+        # Lanes from `tokens` on hold the next rows' values: never stored, and scratch is padded for the last row.
+        return [c.at(4 * tokens * feature).load(vec(f32, GROUP)) for feature in range(GROUP)]
+
+    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+        into = self.half_chunk(group, feature, tokens, 32 * tokens)
+        if tokens == 1:
+            into.store(round_to_bf16(b, c.load(vec(f32, GROUP))).to(vec(i16, GROUP)))
+            return
+        rows = [round_to_bf16(b, row) for row in self._feature_rows(c, tokens)]
+        for pair in range(GROUP // 2):
+            words = rows[2 * pair] | (rows[2 * pair + 1] << 16)
+            into.at(4 * tokens * pair).store_masked(words, tokens)
+
+    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
+        if tokens == 1:
+            return [c.load(vec(f32, GROUP))]
+        return transpose(b, self._feature_rows(c, tokens))[:tokens]
