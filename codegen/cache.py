@@ -1,12 +1,13 @@
 """A persistent cache of object code, one file an object, named by its key.
 
-The files are machine code that will be executed, so the directory is created with mode 0700 and is not used if
-anyone else owns it or can write to it.  Whatever is wrong with a file (cut short, altered, of another key, not
-ours), it counts as absent and is removed.  Whatever is wrong with the directory, work goes on uncached, and one
-warning says so.
+The files are machine code that will be executed, so the directory is created with mode 0700 and is
+not used if anyone else owns it or can write to it.  Whatever is wrong with a file (cut short,
+altered, of another key, not ours), it counts as absent and is removed.  Whatever is wrong with the
+directory, work goes on uncached, and one warning says so.
 
 Environment:
-    EXPERTILE_CACHE_DIR   the directory (default: the user's cache directory, ~/.cache/expertile on Linux)
+    EXPERTILE_CACHE_DIR   the directory (default: the user's cache directory, on Linux
+                          ~/.cache/expertile)
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def default_cache() -> ObjectCache:
 class ObjectCache:
     """Objects by key in one directory; safe among threads and processes.
 
-    Every operation opens the directory, examines what it has opened, and works relative to that, so that nobody can
-    exchange it in between.  A key is up to 128 letters, digits, "_" and "-"; other keys raise ValueError.
+    Every operation opens the directory, examines what it has opened, and works relative to that, so
+    that nobody can exchange it in between.  A key is up to 128 letters, digits, "_" and "-"; other
+    keys raise ValueError.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -120,14 +122,18 @@ class ObjectCache:
         return CacheInfo(self.directory, len(sizes), sum(sizes), not reason, reason)
 
     def clear(self) -> int:
-        """Remove all objects; how many. Raises CodegenError if the directory is not ours alone or not writable."""
+        """Remove all objects; how many.
+
+        Raises CodegenError if the directory is not ours alone or can't be written.
+        """
         from filelock import FileLock
 
         try:
             with self._folder() as folder, FileLock(self.directory / _LOCK):
                 names = os.listdir(folder)
                 for name in names:
-                    if name.endswith(_TEMPORARY):  # of a process that died, or of a put() that will notice
+                    # Left by a process that died, or in use by a put() that will notice.
+                    if name.endswith(_TEMPORARY):
                         _remove(folder, name)
                 return sum(_remove(folder, name) for name in names if name.endswith(_SUFFIX))
         except FileNotFoundError:
@@ -137,12 +143,13 @@ class ObjectCache:
 
     @contextmanager
     def _folder(self) -> Iterator[int]:
-        """The directory's file descriptor. Raises FileNotFoundError, PermissionError or another OSError."""
+        """The directory's file descriptor. Raises OSError, PermissionError with the reason."""
         if os.name != "posix":
             raise PermissionError("the object cache needs a POSIX file system")
         if stat.S_ISLNK(os.lstat(self.directory).st_mode):
             raise PermissionError(
-                f"{self.directory} is a symbolic link; set {DIRECTORY_VARIABLE} to the directory itself"
+                f"{self.directory} is a symbolic link; "
+                f"set {DIRECTORY_VARIABLE} to the directory itself"
             )
         folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -154,13 +161,13 @@ class ObjectCache:
     def _refuse_if_shared(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():
             raise PermissionError(
-                f"{self.directory} belongs to user {status.st_uid}, not to {os.geteuid()}: it holds machine code; "
-                f"set {DIRECTORY_VARIABLE} to a directory of your own"
+                f"{self.directory} holds machine code and belongs to user {status.st_uid}, "
+                f"not to {os.geteuid()}; set {DIRECTORY_VARIABLE} to a directory of your own"
             )
         if status.st_mode & _WRITABLE_BY_OTHERS:
             raise PermissionError(
-                f"{self.directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others can write to it: it holds "
-                f"machine code; run `chmod 700` on it after removing what you do not trust"
+                f"{self.directory} holds machine code and others can write to it "
+                f"(mode {stat.S_IMODE(status.st_mode):04o}); empty it, then `chmod 700` it"
             )
 
     def _give_up(self, error: OSError) -> None:
@@ -192,7 +199,7 @@ def _unpack(key: str, packed: bytes) -> bytes | None:
 
 
 def _read(folder: int, name: str) -> bytes:
-    """The content of a file that is ours alone; empty for anything else (a link, a pipe, someone else's file)."""
+    """The content of a file that is ours alone; empty for a link, a pipe, someone else's file."""
     try:
         # O_NONBLOCK: opening a named pipe must not wait.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)

@@ -3,9 +3,10 @@
     compiled = compile_ir("axpy", str(module), Target.host())
     function = ctypes.CFUNCTYPE(None, …)(compiled.address)
 
-Fresh and cached objects take the same way in: both are object files, added to one engine that lives as long as the
-process.  LLVM is loaded at the first compilation.  Everything here may be called from any thread; a fork waits for
-the compilation in progress, so that the child finds LLVM in order and its locks free.
+Fresh and cached objects take the same way in: both are object files, added to one engine that
+lives as long as the process.  LLVM is loaded at the first compilation.  Everything here may be
+called from any thread; a fork waits for the compilation in progress, so that the child finds LLVM
+in order and its locks free.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +28,8 @@ from expertile.codegen.cache import ObjectCache, default_cache
 from expertile.codegen.errors import CodegenError
 
 _SPEED_LEVEL = 3
-# Templates write the vectors they want, so the vectorisers would only cost time. Position independent and small:
-# the engine keeps the sections of an object side by side.
+# Templates write the vectors they want, so the vectorisers would only cost time.  Position
+# independent and small: the engine keeps the sections of an object side by side.
 _RECIPE = f"O{_SPEED_LEVEL}, no loop or SLP vectorisation, pic, small"
 
 
@@ -60,14 +62,14 @@ class Compiled:
     name: str
     address: int
     object: bytes
-    """The object file. It exports the function under its name followed by "." and part of the key."""
+    """The object file; its symbol is the name followed by "." and a part of the key."""
     cached: bool
     """The object came from the cache."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What compile_ir has done since the process started (a forked child goes on from its parent's numbers)."""
+    """What compile_ir has done since the process started (a forked child counts on)."""
 
     llvm: int = 0
     """Objects compiled by LLVM."""
@@ -86,13 +88,14 @@ def counters() -> Counters:
 
 
 def compile_ir(
-    name: str, ir_text: str, target: Target, *, cache: ObjectCache | None = None
+    name: str, ir_text: str, target: Target, *, store: ObjectCache | None = None
 ) -> Compiled:
-    """Machine code of the function `name` of a module, from memory, from the cache or from LLVM.
+    """Machine code of the function `name` of a module, from memory, from `store` or from LLVM.
 
-    Raises CodegenError if the IR is invalid or defines no such function, if the code would call something outside
-    the module (nothing there to call, and tiles don't survive a call), or if it uses an intrinsic that `target`
-    lacks, which would abort the process.
+    `store` is the process's cache unless given.  Raises CodegenError if the IR is invalid or
+    defines no such function, if the code would call something outside the module (nothing is
+    there, and tiles don't survive a call), or if it uses an intrinsic that `target` lacks (LLVM
+    would abort).
     """
     global _counters
     with _lock:
@@ -100,7 +103,7 @@ def compile_ir(
         if key in _loaded:
             return _loaded[key]
         _check_intrinsics(ir_text, target)
-        store = default_cache() if cache is None else cache
+        store = default_cache() if store is None else store
         code = store.get(key)
         cached = code is not None
         if code is None:
@@ -132,7 +135,8 @@ def object_key(name: str, ir_text: str, target: Target) -> str:
     digest = sha256()
     for part in (name, ir_text, *target.features, target.cpu, target.triple, *_versions(), _RECIPE):
         encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)  # no two lists run together alike
+        digest.update(len(encoded).to_bytes(8, "little"))  # no two lists run together alike
+        digest.update(encoded)
     return digest.hexdigest()
 
 
@@ -152,7 +156,7 @@ def _symbol(name: str, key: str) -> str:
     return f"{name}.{key[:32]}"
 
 
-# Compilation -------------------------------------------------------------------------------------------------------
+# Compilation --------------------------------------------------------------------------------------
 
 
 @cache
@@ -181,7 +185,9 @@ def _target_machine(target: Target) -> Any:
 
 
 @contextmanager
-def _optimised(ir_text: str, target: Target, rename: tuple[str, str] | None = None) -> Iterator[Any]:
+def _optimised(
+    ir_text: str, target: Target, rename: tuple[str, str] | None = None
+) -> Iterator[tuple[Any, Any]]:
     """The optimised module and its target machine; `rename` gives a function another name first."""
     llvm = _llvm()
     machine = _target_machine(target)
@@ -217,8 +223,9 @@ def _compile(name: str, symbol: str, ir_text: str, target: Target) -> bytes:
         code = bytes(machine.emit_object(module))
     if outside := undefined_symbols(code):
         raise CodegenError(
-            f"kernel {name!r} would call {', '.join(outside)}: a kernel must be self-contained. "
-            "LLVM makes such calls of memory and mathematical intrinsics that it can't expand for this target"
+            f"kernel {name!r}: expected code that calls nothing outside, got calls of "
+            f"{', '.join(outside)}; LLVM makes them of declared functions, and of memory and "
+            "mathematical intrinsics that the target has no instructions for"
         )
     return code
 
@@ -228,9 +235,9 @@ _SYMBOL_TABLE = 2
 
 
 def undefined_symbols(code: bytes) -> list[str]:
-    """Names that a 64-bit ELF object expects from elsewhere. Raises CodegenError for another format."""
+    """Names that a 64-bit ELF object expects from elsewhere. Raises CodegenError for others."""
     if not code.startswith(_ELF64):
-        raise CodegenError(f"object: expected 64-bit ELF, got {code[:5]!r}; this system isn't supported")
+        raise CodegenError(f"object: expected 64-bit ELF (Linux), got {code[:5]!r}")
     order = "<" if code[5] == 1 else ">"
     table, entry_bytes, entries = _elf(order, "40x Q 10x 2H", code)
     sections = []  # type, offset, size, link
@@ -253,12 +260,12 @@ def _elf(order: str, layout: str, code: bytes, at: int = 0) -> tuple[int, ...]:
     return struct.unpack_from(order + layout, code, at)
 
 
-# Intrinsics --------------------------------------------------------------------------------------------------------
+# Intrinsics ---------------------------------------------------------------------------------------
 
 _INTRINSIC = re.compile(r"@\"?llvm\.x86\.([\w.]+)")
 
-# LLVM ends the process when it can't select an intrinsic, so each must be known here with what it needs: the first
-# pattern that matches all of the name after "llvm.x86.".
+# LLVM ends the process when it can't select an intrinsic, so each must be known here with what it
+# needs: the first pattern that matches all of the name after "llvm.x86.".
 _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"ldtilecfg|sttilecfg|tilerelease|tilezero|tileload\w*64|tilestored64", ("amx-tile",)),
     (r"tdpbf16ps", ("amx-tile", "amx-bf16")),
@@ -280,30 +287,31 @@ def _check_intrinsics(ir_text: str, target: Target) -> None:
         needs = next((needs for names, needs in _NEEDS if re.fullmatch(names, name)), None)
         if needs is None:
             raise CodegenError(
-                f"intrinsic llvm.x86.{name}: expected one that codegen.compiler knows the CPU features of; "
-                "add it to its table"
+                f"intrinsic llvm.x86.{name}: which CPU features does it need? Add it to the table "
+                "of intrinsics in codegen/compiler.py"
             )
         missing = [feature for feature in needs if not target.has(feature)]
         if missing:
             raise CodegenError(
-                f"intrinsic llvm.x86.{name}: expected a target with {', '.join(needs)}, got {target.cpu} without "
-                f"{', '.join(missing)}; choose another ISA (`expertile doctor` says which work here)"
+                f"intrinsic llvm.x86.{name}: expected a target with {', '.join(needs)}, got "
+                f"{target.cpu} without {', '.join(missing)}; choose another ISA "
+                "(`expertile doctor` says which work here)"
             )
 
 
-# Loading -----------------------------------------------------------------------------------------------------------
+# Loading ------------------------------------------------------------------------------------------
 
 
 @cache
 def _engine() -> Any:
-    """The engine that holds all objects: an engine for each would cost 0.8 ms and twice the memory."""
+    """The engine that holds all objects (one for each takes 15 times as long to load)."""
     llvm = _llvm()
     try:
         llvm.check_jit_execution()
     except OSError as error:
         raise CodegenError(f"this system forbids generated machine code: {error}") from error
-    # llvmlite's memory manager maps an object's sections side by side, as the small code model needs; pages are
-    # writable until the object is complete and executable afterwards, never both.
+    # llvmlite's memory manager maps an object's sections side by side, as the small code model
+    # needs; pages are writable until the object is complete, then executable, never both.
     empty = llvm.parse_assembly("", llvm.create_context())
     return llvm.create_mcjit_compiler(empty, _target_machine(Target.host()), use_lmm=True)
 
@@ -318,20 +326,26 @@ def _load(symbol: str, code: bytes) -> int:
     return address
 
 
-# Forks -------------------------------------------------------------------------------------------------------------
+# Forks --------------------------------------------------------------------------------------------
+
+
+_lock_of_llvmlite: Any = None
 
 
 def _before_fork() -> None:
-    # LLVM must not be at work when its memory is copied, be it for us or, as Numba does, for someone else: then
-    # llvmlite's own lock is held.
+    # LLVM must not be at work while its memory is copied: not for us, and not for someone else
+    # (Numba), which is when llvmlite's own lock is held.
+    global _lock_of_llvmlite
     _lock.acquire()
-    if _llvm.cache_info().currsize:
-        _llvm().ffi.lib._lock.__enter__()
+    library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    _lock_of_llvmlite = getattr(library, "_lock", None)
+    if _lock_of_llvmlite is not None:
+        _lock_of_llvmlite.__enter__()
 
 
 def _after_fork() -> None:
-    if _llvm.cache_info().currsize:
-        _llvm().ffi.lib._lock.__exit__(None, None, None)
+    if _lock_of_llvmlite is not None:
+        _lock_of_llvmlite.__exit__(None, None, None)
     _lock.release()
 
 

@@ -3,8 +3,9 @@
 Nothing is examined at import; every answer is computed at first use and kept.
 
 Environment:
-    EXPERTILE_MASK_FEATURES   LLVM feature names, comma separated ("amx-tile,avx512bf16"), that this process must
-                              treat as absent.  Features that build on a masked one go with it.  Read once.
+    EXPERTILE_MASK_FEATURES   LLVM feature names, comma separated ("amx-tile,avx512bf16"), that this
+                              process must treat as absent; features that build on a masked one go
+                              with it.  Read once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mmap
 import os
 import platform
 import signal
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,15 +31,15 @@ if TYPE_CHECKING:
 MASK_VARIABLE = "EXPERTILE_MASK_FEATURES"
 
 
-# Features ----------------------------------------------------------------------------------------------------------
+# Features -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Host:
     """The CPU as LLVM names it.
 
-    `features` holds "+x" and "-x", sorted, which puts every "-x" last: LLVM applies them in order, and turning a
-    feature on would turn on again what it builds on.
+    `features` holds "+x" and "-x", sorted, which puts every "-x" last: LLVM applies them in order,
+    and turning a feature on turns on what it builds on.
     """
 
     cpu: str
@@ -51,9 +53,10 @@ class Host:
 
 @cache
 def host() -> Host:
-    """This machine without what EXPERTILE_MASK_FEATURES masks. Raises CodegenError for a name LLVM doesn't know.
+    """This machine without what EXPERTILE_MASK_FEATURES masks.
 
-    In a virtual machine the name may be that of an older CPU: rely on the features.
+    In a virtual machine the name may be that of an older CPU: rely on the features.  Raises
+    CodegenError if the variable holds a name LLVM doesn't know.
     """
     from llvmlite import binding
 
@@ -85,8 +88,17 @@ _BUILDS_ON = {
     "avx512vbmi": ("avx512bw",),
     "avx512vbmi2": ("avx512bw",),
     "avx512fp16": ("avx512bw", "avx512dq", "avx512vl"),
-    "avx10.1": ("avx512bf16", "avx512bitalg", "avx512cd", "avx512fp16", "avx512ifma")
-    + ("avx512vbmi", "avx512vbmi2", "avx512vnni", "avx512vpopcntdq"),
+    "avx10.1": (
+        "avx512bf16",
+        "avx512bitalg",
+        "avx512cd",
+        "avx512fp16",
+        "avx512ifma",
+        "avx512vbmi",
+        "avx512vbmi2",
+        "avx512vnni",
+        "avx512vpopcntdq",
+    ),
     "avx10.2": ("avx10.1",),
     "amx-avx512": ("amx-tile", "avx10.2"),
 }
@@ -108,14 +120,15 @@ def without(
 ) -> tuple[str, ...]:
     """`features` with `names`, and all that builds on them, turned off; sorted again.
 
-    Raises CodegenError for a name that isn't among the features; `source` is what the message calls the argument.
+    Raises CodegenError for a name that isn't among the features; `source` is what the message calls
+    the argument.
     """
     known = {feature[1:] for feature in features}
     off = set(names)
     if unknown := sorted(off - known):
         raise CodegenError(
-            f"{source}: expected names of LLVM features of {platform.machine()}, got {', '.join(unknown)}"
-            + _similar(unknown[0], known)
+            f"{source}: expected names of LLVM's {platform.machine()} features, "
+            f"got {', '.join(unknown)}{_similar(unknown[0], known)}"
         )
     while dependents := {name for name in known - off if off.intersection(_builds_on(name))}:
         off |= dependents
@@ -147,12 +160,12 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-# AMX ---------------------------------------------------------------------------------------------------------------
+# AMX ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AmxStatus:
-    """Whether kernels may use AMX, in the order the steps are taken; a step after a failed one reads False."""
+    """Whether kernels may use AMX; the steps are taken in order, up to the first that fails."""
 
     usable: bool
     reason: str
@@ -173,7 +186,7 @@ class _NoAmx(Exception):
 
 @cache
 def amx_status() -> AmxStatus:
-    """Examine AMX once: CPUID, XGETBV, the mask, permission (taken if granted), a trial in a child process."""
+    """Examine AMX, once: CPUID, XGETBV, the mask, permission (which is taken), a trial."""
     passed = dict.fromkeys(("cpuid", "os_enabled", "permission", "trial"), False)
     try:
         _check_platform()
@@ -223,8 +236,8 @@ def _check_os() -> None:
     flags = _cpuinfo().get("flags", "").split()
     listed = "lists" if "amx_tile" in flags else "doesn't list"
     raise _NoAmx(
-        f"OS has not enabled tile state (XCR0 bits 17,18): Linux {platform.release()}, 5.16 or newer is needed; "
-        f"/proc/cpuinfo {listed} amx_tile"
+        f"OS has not enabled tile state (XCR0 bits 17,18): this is Linux {platform.release()}, "
+        f"5.16 is needed; /proc/cpuinfo {listed} amx_tile"
     )
 
 
@@ -240,15 +253,15 @@ def _check_permission() -> None:
     try:
         request_amx_permission()
     except OSError as error:
-        raise _NoAmx(str(error)) from error
+        raise _NoAmx(error.strerror) from error
 
 
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
 _REFUSALS = {
-    errno.ENOSPC: "a signal stack installed with sigaltstack is too small for tile state (it needs 8 KiB more): "
-    "enlarge it, or start Expertile before whatever installs it",
+    errno.ENOSPC: "a signal stack installed with sigaltstack is too small to save the tiles "
+    "(8 KiB more); enlarge it, or call Expertile before whatever installs it",
     errno.EINVAL: "this kernel doesn't know the request; Linux 5.16 or newer is needed",
     errno.EOPNOTSUPP: "the kernel doesn't support tile state on this CPU",
     errno.EPERM: "a security filter (seccomp) forbids it",
@@ -258,9 +271,9 @@ _REFUSALS = {
 
 @cache
 def request_amx_permission() -> None:
-    """Ask Linux for tile state, for this process, its threads and its forks; raises OSError with the errno.
+    """Ask Linux to let this process, its threads and its forks use tiles.
 
-    Without it the first tile instruction ends the process (SIGILL).
+    Without it the first tile instruction ends the process (SIGILL).  Raises OSError with the errno.
     """
     if not _x86_64_linux():
         raise OSError(errno.ENOSYS, "AMX permission: only Linux on x86-64 has it")
@@ -269,10 +282,11 @@ def request_amx_permission() -> None:
     if libc.syscall(*request) != 0:
         code = ctypes.get_errno()
         why = _REFUSALS.get(code, os.strerror(code))
-        raise OSError(code, f"permission refused: errno {code} ({errno.errorcode.get(code)}): {why}")
+        name = errno.errorcode.get(code, "unknown")
+        raise OSError(code, f"permission refused: errno {code} ({name}): {why}")
 
 
-# Machine code ------------------------------------------------------------------------------------------------------
+# Machine code -------------------------------------------------------------------------------------
 
 # void f(leaf: edi, subleaf: esi, uint32_t out[4]: rdx)
 _CPUID_CODE = bytes.fromhex(
@@ -307,8 +321,8 @@ _TRIAL_CODE = bytes.fromhex(
     "c3"  # ret
 )
 _CONFIG_OFFSET = 64
-# Palette 1, three tiles of 16 rows × 64 bytes: row bytes (16 bits each) from byte 16 on, rows from byte 48 on.
-_TRIAL_CONFIG = (b"\1" + bytes(15) + b"\x40\0" * 3).ljust(48, b"\0") + bytes([16] * 3).ljust(16, b"\0")
+# Palette 1, and three tiles of 16 rows (from byte 48 on) × 64 bytes (two bytes, from byte 16 on).
+_TRIAL_CONFIG = struct.pack("<B 15x 3H 26x 3B 13x", 1, 64, 64, 64, 16, 16, 16)
 
 
 def _cpuid(leaf: int, subleaf: int = 0) -> tuple[int, int, int, int]:
@@ -326,12 +340,8 @@ def _xcr0() -> int:
 def _execute(code: bytes, returns: Any, *args: Any) -> Any:
     """Call machine code with arguments of ctypes types."""
     try:
-        page = mmap.mmap(
-            -1,
-            mmap.PAGESIZE,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-            mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC,
-        )
+        access = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+        page = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, access)
     except OSError as error:
         raise _NoAmx(f"this system forbids generated machine code: {error}") from error
     page.write(code)
@@ -340,7 +350,7 @@ def _execute(code: bytes, returns: Any, *args: Any) -> Any:
     return function(*args)
 
 
-# The child asks for its own permission (exec drops it) and leaves no core file when an instruction kills it.
+# The child asks for its own permission (exec drops it) and leaves no core file when it is killed.
 _TRIAL_PROGRAM = f"""
 import ctypes, mmap, resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -355,7 +365,10 @@ _TRIAL_SECONDS = 20
 
 
 def _try_tiles(code: bytes) -> None:
-    """Run `code` (at most 64 bytes, System V, config address in rdi) in a child process; raises _NoAmx if it dies."""
+    """Run machine code (at most 64 bytes; rdi = the configuration's address) in a child process.
+
+    Raises _NoAmx if the child doesn't come through.
+    """
     import subprocess
 
     if not sys.executable or getattr(sys, "frozen", False):

@@ -317,7 +317,7 @@ class Builder:
     def buffer(self, size: int, align: int = 64) -> Value:
         """`size` bytes on the stack, for as long as the function runs."""
         slot = self._entry.alloca(L.ArrayType(i8, size))
-        slot.align = align
+        slot.align, slot.type = align, ptr
         return self.wrap(slot)
 
     def constant_bytes(self, name: str, data: bytes, align: int = 64) -> Value:
@@ -325,6 +325,7 @@ class Builder:
         glob = L.GlobalVariable(self.module, L.ArrayType(i8, len(data)), name)
         glob.initializer = L.Constant(glob.value_type, bytearray(data))
         glob.global_constant, glob.linkage, glob.align = True, "private", align
+        glob.type = ptr
         return self.wrap(glob)
 
     def splat(self, scalar: Value, lanes: int) -> Value:

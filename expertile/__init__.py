@@ -1,1 +1,121 @@
-"""placeholder until the door is written"""
+"""Expertile: mixture-of-experts feed-forward layers on CPUs, from plain row-major weights.
+
+    y = expertile.fused_experts(x, gate_up, down, topk_ids, topk_weights)
+
+Kernels are generated for the machine and the shape at first call, and cached on disk. The specialisation interface is
+:class:`ExpertSpec`, :func:`compile` and :meth:`Kernels.bind`; for Transformers, `import expertile.transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version as _version
+
+import torch
+
+from expertile.codegen.errors import CodegenError
+from expertile.runtime import layer as _layer
+from expertile.runtime import operator as _operator
+from expertile.runtime import spec as _spec
+from expertile.runtime.errors import ArgumentError, DtypeError, ExpertileError
+from expertile.runtime.layer import Layer, calls
+from expertile.runtime.spec import ExpertSpec
+from expertile.templates.gates import Gate
+from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp  # noqa: N813
+from expertile.templates.gates.swiglu_oai import SwigluOai as swiglu_oai  # noqa: N813
+
+__all__ = [
+    "ArgumentError",
+    "CodegenError",
+    "DtypeError",
+    "ExpertSpec",
+    "ExpertileError",
+    "Gate",
+    "Kernels",
+    "Layer",
+    "calls",
+    "compile",
+    "fused_experts",
+    "silu_clamp",
+    "swiglu_oai",
+]
+__version__ = _version("expertile")
+
+
+def fused_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    gate: str | Gate = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """The expert feed-forward layer: Σ over a token's experts of router weight · down(gate(gate_up(x))).
+
+    x: `[T, H]` bf16, fp16 or fp32, rounded to bf16 for the product; any row stride.
+    gate_up: `[E, 2I, H]` bf16, gate rows then up rows, or alternating if `interleaved`; `[E, H, 2I]` if `transposed`;
+        `[E, I, H]` for a gate without a gate half ("relu2"). Any expert and row stride; read in place.
+    down: `[E, H, I]` bf16; `[E, I, H]` if `transposed`.
+    topk_ids: `[T, k]` int32 or int64, any strides. -1 means "not here" and contributes exactly zero.
+    topk_weights: `[T, k]` bf16, fp16 or fp32, any strides.
+    gate: "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_clamp", or a :class:`Gate` such as
+        `swiglu_oai(alpha=1.702, limit=7.0)`.
+    gate_up_bias, down_bias: `[E, 2I]` and `[E, H]`, bf16 or fp32, in the order of the weights' rows.
+
+    Returns `[T, H]` of x's dtype. Products are accumulated in fp32, the intermediate is rounded to bf16 once, and the
+    experts of a token are summed in fp32 in ascending order: the result of a token depends neither on the number of
+    threads nor on the other tokens. Inference only.
+
+    Raises ArgumentError (a ValueError) or DtypeError (a TypeError) naming the argument; an id outside -1…E-1 is an
+    ArgumentError too. At most 64 expert kernels are compiled for a layer shape, 32 row counts × 2 projections.
+    """
+    if torch.compiler.is_compiling():
+        call = _operator.traced
+    else:
+        call = _layer.run
+    return call(
+        x, gate_up, down, topk_ids, topk_weights, gate, gate_up_bias, down_bias, interleaved, transposed
+    )
+
+
+class Kernels:
+    """The kernels of a spec: made by :func:`compile`."""
+
+    def __init__(self, spec: ExpertSpec) -> None:
+        self.spec = spec
+
+    def bind(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> Layer:
+        """A callable `layer(x, topk_ids, topk_weights)` over these weights, which are checked now.
+
+        The tensors are held, not their addresses: in-place changes and a replaced `.data` are seen by the next call.
+        Raises ArgumentError or DtypeError where they don't fit the spec.
+        """
+        spec = self.spec
+        options = (spec.interleaved, spec.transposed)
+        found = _layer.prepare(gate_up, down, spec.gate, gate_up_bias, down_bias, spec.top_k, *options).spec
+        for name in ("hidden", "intermediate", "experts", "gate_up_bias", "down_bias"):
+            expected, got = getattr(spec, name), getattr(found, name)
+            if expected != got:
+                raise ArgumentError(f"{name}: the spec says {expected!r}, the tensors say {got!r}")
+        return Layer(gate_up, down, spec.gate, gate_up_bias, down_bias, *options)
+
+
+def compile(spec: ExpertSpec, rows: Iterable[int] = range(1, 33)) -> Kernels:
+    """Compile the kernels for experts that get `rows` tokens each, for contiguous weights, now instead of at first use.
+
+    With the default, nothing compiles afterwards, however many tokens an expert gets.
+    """
+    _spec.contiguous(spec).compile(rows)
+    return Kernels(spec)

@@ -1,0 +1,272 @@
+"""A layer call from Python: check, lay out the scratch, make one native call."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from expertile.codegen import isa as isas
+from expertile.codegen.layouts import chunks_of
+from expertile.runtime import call, checks, jit, openmp, spec, workspace
+from expertile.runtime.driver import sums_bytes
+from expertile.runtime.errors import ArgumentError
+from expertile.runtime.spec import LayerKernels
+from expertile.templates import gates
+from expertile.templates.gates import Gate
+
+SCRATCH_CAP = 512 << 20
+"""Scratch bytes above which a call is cut into chunks of tokens."""
+LEAST_CHUNK = 2048
+"""Tokens of a chunk, at least."""
+
+_calls = 0
+
+
+def calls() -> int:
+    """Native layer calls in this process so far."""
+    return _calls
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Where the parts of the scratch begin, for a number of tokens; the last one is where it ends."""
+
+    offsets: tuple[int, ...]
+    thread_bytes: int
+    size: int
+
+
+def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _Scratch:
+    """O(tokens · top_k · (H + I)) and, for each thread, the kernels' scratch and the sums of a down item."""
+    shape = kernels.spec
+    slots = tokens * top_k
+    margin = 64  # layouts read up to a vector past the end
+    thread_bytes = _align(kernels.scratch_bytes) + _align(sums_bytes(tokens) + margin)
+    sizes = {
+        "counters": call.COUNTERS * call.COUNTER_STRIDE,
+        "counts": 8 * shape.experts,
+        "experts": call.EXPERT_BYTES * min(shape.experts, slots),
+        "groups": call.GROUP_BYTES * slots,
+        "token": 4 * slots,
+        "sorted_router": 4 * slots,
+        "operand": 64 * chunks_of(shape.hidden) * slots + margin,
+        "hidden_operand": 64 * chunks_of(shape.intermediate) * slots + margin,
+        "thread_scratch": thread_bytes * threads,
+    }
+    offsets, end = [], 0
+    for size in sizes.values():
+        offsets.append(end)
+        end += _align(size)
+    return _Scratch(tuple(offsets), thread_bytes, end)
+
+
+def _align(size: int) -> int:
+    return (size + 63) & ~63
+
+
+class Layer:
+    """Expert weights with their kernels: call it with hidden states and the router's choice.
+
+    It holds the tensors, not their addresses: an in-place change and a replaced `.data` are seen by the next call.
+    """
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate: str | Gate,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        interleaved: bool,
+        transposed: bool,
+    ) -> None:
+        self._tensors = (gate_up, down, gate_up_bias, down_bias)
+        self._options = (gate, interleaved, transposed)
+
+    def __call__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """`[T, H]` of x's dtype; see :func:`expertile.fused_experts`."""
+        gate_up, down, gate_up_bias, down_bias = self._tensors
+        gate, interleaved, transposed = self._options
+        return run(x, gate_up, down, topk_ids, topk_weights, gate, gate_up_bias, down_bias, interleaved, transposed)
+
+
+_prepared: dict[tuple[Any, ...], LayerKernels] = {}
+
+
+def _signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """All metadata of a weight that the checks look at."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+
+
+def prepare(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate: str | Gate,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    top_k: int,
+    interleaved: bool,
+    transposed: bool,
+) -> LayerKernels:
+    """The kernels for these tensors; checked in full the first time their metadata is seen."""
+    try:
+        key = (
+            _signature(gate_up), _signature(down), _signature(gate_up_bias), _signature(down_bias),
+            gate, top_k, interleaved, transposed, torch.is_grad_enabled(),
+        )  # fmt: skip
+        found = _prepared.get(key)
+        if found is not None:
+            return found
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # not all dense tensors: the checks will say so
+    try:
+        resolved = gates.resolve(gate)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(str(error)) from None
+    shape = checks.layer(gate_up, down, gate_up_bias, down_bias, top_k, resolved, interleaved, transposed)
+    row = [2 * weight.stride(1) if weight.shape[1] > 1 else 2 * weight.shape[2] for weight in (gate_up, down)]
+    kernels = spec.kernels(shape, row[0], row[1], isas.select().name)
+    if key is not None:
+        _prepared[key] = kernels
+    return kernels
+
+
+def run(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: str | Gate,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    interleaved: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """The layer, computed. Arguments as in :func:`expertile.fused_experts`."""
+    top_k = topk_ids.shape[-1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() else 1
+    kernels = prepare(gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed)
+    checks.routing(x, topk_ids, topk_weights, kernels.spec.hidden)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    if x.shape[0] == 0:
+        return out
+    if top_k == 0:
+        return out.zero_()
+    weights = (
+        gate_up.data_ptr(), gate_up.data_ptr() + kernels.up_offset, down.data_ptr(),
+        *_bias_addresses(kernels, gate_up_bias), 0 if down_bias is None else down_bias.data_ptr(),
+    )  # fmt: skip
+    strides = (
+        2 * gate_up.stride(0), 2 * down.stride(0),
+        *(0 if bias is None else bias.element_size() * bias.stride(0) for bias in (gate_up_bias, down_bias)),
+    )  # fmt: skip
+    _chunks(kernels, x, out, topk_ids, topk_weights, weights, strides)
+    return out
+
+
+def _bias_addresses(kernels: LayerKernels, bias: torch.Tensor | None) -> tuple[int, int]:
+    if bias is None:
+        return 0, 0
+    shape = kernels.spec
+    gap = (1 if shape.interleaved else shape.intermediate) if kernels.gate.gated else 0
+    return bias.data_ptr(), bias.data_ptr() + gap * bias.element_size()
+
+
+def _chunks(
+    kernels: LayerKernels,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ids: torch.Tensor,
+    router: torch.Tensor,
+    weights: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> None:
+    """Run the layer on as many tokens at a time as the scratch cap allows."""
+    tokens, top_k = ids.shape
+    threads = openmp.threads()
+    scratch = _scratch(kernels, tokens, top_k, threads)
+    step = tokens
+    if scratch.size > SCRATCH_CAP and tokens > LEAST_CHUNK:
+        per_token = scratch.size / tokens
+        step = max(LEAST_CHUNK, int(SCRATCH_CAP / per_token))
+        scratch = _scratch(kernels, step, top_k, threads)
+    space = workspace.acquire()
+    try:
+        for first in range(0, tokens, step):
+            part = slice(first, first + step)
+            whole = step == tokens
+            arguments = (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
+            try:
+                _native(kernels, space, scratch, threads, *arguments, weights, strides)
+            except _BadId as error:
+                _raise_bad_id(arguments[2], error.position, first, kernels.spec.experts)
+    finally:
+        workspace.release(space)
+
+
+class _BadId(Exception):
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def _raise_bad_id(ids: torch.Tensor, position: int, first: int, experts: int) -> None:
+    token, slot = divmod(position, ids.shape[1])
+    raise ArgumentError(
+        f"topk_ids: expected ids from 0 to {experts - 1}, or -1 for an expert that is elsewhere, got "
+        f"{int(ids[token, slot])} for token {first + token}, slot {slot}"
+    ) from None
+
+
+_Native = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+_entry: list[Any] = []
+
+
+def _native(
+    kernels: LayerKernels,
+    space: workspace.Workspace,
+    scratch: _Scratch,
+    threads: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ids: torch.Tensor,
+    router: torch.Tensor,
+    weights: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> None:
+    """One native call, and another if kernels had to be compiled first. Fields in the order of `call.FIELDS`."""
+    global _calls
+    if not _entry:
+        _entry.append(_Native(jit.driver()))
+    shape, omp = kernels.spec, openmp.runtime()
+    base = space.reserve(scratch.size)
+    dtype = checks.HIDDEN_DTYPES[x.dtype]
+    gate_up, down = kernels.gate_up_table, kernels.down_table
+    ids_size, router_size, size = ids.element_size(), router.element_size(), x.element_size()
+    while True:
+        space.write(
+            x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *weights,
+            kernels.gather(dtype), kernels.finish(dtype), gate_up.address, down.address,
+            *((omp.parallel, omp.barrier, omp.thread_number, omp.team_size) if omp else (0, 0, 0, 0)),
+            *(base + offset for offset in scratch.offsets),
+            ids.shape[0], ids.shape[1], shape.experts, shape.hidden, shape.intermediate,
+            x.stride(0) * size, out.stride(0) * size, size,
+            ids.stride(0) * ids_size, ids.stride(1) * ids_size,
+            router.stride(0) * router_size, router.stride(1) * router_size,
+            *strides,
+            ids_size, checks.ROUTER_KINDS[router.dtype],
+            gate_up.have, down.have,
+            threads, scratch.thread_bytes, _align(kernels.scratch_bytes),
+            0, 0, 0, 0, 0, 0, 0,
+        )  # fmt: skip
+        status = _entry[0](space.record)
+        if status == call.OK:
+            _calls += 1
+            return
+        if status == call.BAD_ID:
+            raise _BadId(space.read("bad_position"))
+        kernels.add(space.read("missing_gate_up"), space.read("missing_down"))

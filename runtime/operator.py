@@ -1,0 +1,118 @@
+"""`torch.ops.expertile.fused_experts`: the layer as a PyTorch operator, so that torch.compile(fullgraph=True) keeps it.
+
+Registered through torch.library.Library with a fake kernel (the `custom_op` decorator costs a second at first use and
+9 µs a call).  Weights are lists, for separate gate and up tensors or one tensor an expert, of which this version takes
+lists of one.  Gates travel as their name and their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from expertile.runtime import layer
+from expertile.runtime.errors import ArgumentError
+from expertile.templates import gates
+from expertile.templates.gates import Gate
+
+_SCHEMA = (
+    "fused_experts(Tensor x, Tensor[] gate_up, Tensor[] down, Tensor topk_ids, Tensor topk_weights, "
+    'Tensor[] gate_up_bias, Tensor[] down_bias, str gate="silu", float[] gate_parameters=[], '
+    "bool interleaved=False, bool transposed=False) -> Tensor"
+)
+
+_library = torch.library.Library("expertile", "DEF")
+_library.define(_SCHEMA)
+
+
+def _one(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) != 1:
+        raise ArgumentError(f"{name}: expected a list of one tensor [experts, rows, columns], got {len(tensors)}")
+    return tensors[0]
+
+
+def _optional(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    return _one(name, tensors) if tensors else None
+
+
+def parameters(gate: Gate) -> list[float]:
+    """A gate's parameters, in the order of its fields."""
+    return [float(getattr(gate, field.name)) for field in fields(gate)]
+
+
+def gate_from(name: str, values: Sequence[float]) -> Gate:
+    """The gate of a name with these parameters (its usual ones if none are given)."""
+    gate = gates.resolve(name)
+    names = [field.name for field in fields(gate)]
+    if values and len(values) != len(names):
+        raise ArgumentError(f"gate_parameters: expected {len(names)} values ({', '.join(names)}), got {len(values)}")
+    return replace(gate, **dict(zip(names, values, strict=False)))
+
+
+def _compute(
+    x: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_bias: Sequence[torch.Tensor],
+    down_bias: Sequence[torch.Tensor],
+    gate: str = "silu",
+    gate_parameters: Sequence[float] = (),
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> torch.Tensor:
+    return layer.run(
+        x,
+        _one("gate_up", gate_up),
+        _one("down", down),
+        topk_ids,
+        topk_weights,
+        gate_from(gate, gate_parameters),
+        _optional("gate_up_bias", gate_up_bias),
+        _optional("down_bias", down_bias),
+        interleaved,
+        transposed,
+    )
+
+
+def _fake(x: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_library.impl("fused_experts", _compute, "CPU")
+torch.library.register_fake("expertile::fused_experts", _fake, lib=_library)
+
+
+def traced(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: str | Gate,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    interleaved: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """:func:`expertile.runtime.layer.run` as a call of the operator, for torch.compile to record."""
+    name = gate if isinstance(gate, str) else gate.name
+    values = [] if isinstance(gate, str) else parameters(gate)
+    output = torch.ops.expertile.fused_experts(
+        x,
+        [gate_up],
+        [down],
+        topk_ids,
+        topk_weights,
+        [] if gate_up_bias is None else [gate_up_bias],
+        [] if down_bias is None else [down_bias],
+        name,
+        values,
+        interleaved,
+        transposed,
+    )
+    assert isinstance(output, torch.Tensor)
+    return output

@@ -1,0 +1,196 @@
+"""What a layer is specialised on, and the kernels of a specialisation."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from expertile.codegen import isa as isas
+from expertile.runtime import jit
+from expertile.runtime.errors import ArgumentError
+from expertile.templates import gates
+from expertile.templates.expert import MAX_TOKENS, Down, ExpertKernel, GateUp
+from expertile.templates.formats.base import WeightFormat
+from expertile.templates.formats.bf16 import RowMajor
+from expertile.templates.formats.bf16_transposed import Transposed
+from expertile.templates.gates import Gate
+from expertile.templates.tokens import Finish, Gather
+
+DTYPES = ("bf16", "f16", "f32")
+"""Of hidden states; an index here is the driver's `router_kind` too, with fp32 first there."""
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """The expert feed-forward layer to specialise kernels for.
+
+    hidden, intermediate: H and I, elements.  experts, top_k: E and k; kernels do not depend on them.
+    weights: the weight format, "bf16".  gate: a gate's name or a :class:`Gate`.
+    gate_up_bias, down_bias: None, "bf16" or "f32".
+    interleaved: gate and up rows (columns when transposed) alternate instead of [gate; up].
+    transposed: gate/up is `[E, H, 2I]` and down `[E, I, H]`.
+
+    Raises ArgumentError for sizes below 1 and unknown names.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    weights: str = "bf16"
+    gate: str | Gate = "silu"
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    interleaved: bool = False
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.weights != "bf16":
+            raise ArgumentError(f'weights: expected "bf16", got {self.weights!r}')
+        for name in ("gate_up_bias", "down_bias"):
+            if getattr(self, name) not in (None, "bf16", "f32"):
+                raise ArgumentError(f'{name}: expected None, "bf16" or "f32", got {getattr(self, name)!r}')
+        try:
+            gates.resolve(self.gate)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(str(error)) from None
+
+    @property
+    def projections(self) -> int:
+        """Rows of gate/up for each of I: 2 with a gate half, else 1."""
+        return 2 if gates.resolve(self.gate).gated else 1
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of one layer shape, made as they are needed.
+
+    At most 32 row counts × 2 projections = 64 expert kernels, 3 gathers, 3 finishes and one driver are ever compiled
+    for a layer shape and weight layout: an expert with more than 32 tokens is computed in blocks of 32 and a rest.
+    Weights whose rows are further apart than their length (views) have kernels of their own.
+
+    gate_up_row, down_row: bytes between two rows of the tensors as stored.
+    """
+
+    spec: ExpertSpec
+    gate_up_row: int
+    down_row: int
+    isa: str
+
+    @cached_property
+    def gate(self) -> Gate:
+        """The gate function."""
+        return gates.resolve(self.spec.gate)
+
+    @cached_property
+    def up_offset(self) -> int:
+        """Bytes from the first gate element to the first up element (0 without a gate half)."""
+        if not self.gate.gated:
+            return 0
+        step = 2 if self.spec.transposed else self.gate_up_row
+        return step if self.spec.interleaved else step * self.spec.intermediate
+
+    def _format(self, row: int, step: int) -> WeightFormat:
+        if self.spec.transposed:
+            return Transposed(row, 2 * step)
+        return RowMajor(row * step)
+
+    @cached_property
+    def _step(self) -> int:
+        return 2 if self.spec.interleaved and self.gate.gated else 1
+
+    def gate_up(self, tokens: int) -> GateUp:
+        """The spec of the gate/up kernel for `tokens` tokens."""
+        spec, format_ = self.spec, self._format(self.gate_up_row, self._step)
+        return GateUp(
+            self.isa, spec.hidden, spec.intermediate, tokens, format_, spec.gate_up_bias, self.gate, self._step
+        )
+
+    def down(self, tokens: int) -> Down:
+        """The spec of the down kernel for `tokens` tokens."""
+        spec, format_ = self.spec, self._format(self.down_row, 1)
+        return Down(self.isa, spec.intermediate, spec.hidden, tokens, format_, spec.down_bias)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Per-thread scratch the expert kernels need."""
+        return max(kernel(1).scratch_bytes for kernel in (self.gate_up, self.down))
+
+    @cached_property
+    def gate_up_table(self) -> KernelTable:
+        """The gate/up kernels compiled so far."""
+        return KernelTable()
+
+    @cached_property
+    def down_table(self) -> KernelTable:
+        """The down kernels compiled so far."""
+        return KernelTable()
+
+    def gather(self, dtype: str) -> int:
+        """The address of the gather for hidden states of a dtype."""
+        return jit.address(Gather(self.isa, self.spec.hidden, dtype))
+
+    def finish(self, dtype: str) -> int:
+        """The address of the kernel that writes the output in a dtype."""
+        return jit.address(Finish(self.isa, dtype))
+
+    def add(self, gate_up: int, down: int) -> None:
+        """Compile the kernels whose bits (token count - 1) are set."""
+        for bits, table, kernel in (
+            (gate_up, self.gate_up_table, self.gate_up),
+            (down, self.down_table, self.down),
+        ):
+            for tokens in range(1, MAX_TOKENS + 1):
+                if bits >> (tokens - 1) & 1:
+                    table.put(tokens, kernel(tokens))
+
+    def compile(self, rows: Iterable[int]) -> None:
+        """Compile everything that experts with these numbers of tokens need."""
+        bits = 0
+        for count in rows:
+            if count < 1:
+                raise ArgumentError(f"rows: expected numbers of tokens from 1, got {count}")
+            full, rest = divmod(count, MAX_TOKENS)
+            bits |= (1 << (MAX_TOKENS - 1) if full else 0) | (1 << (rest - 1) if rest else 0)
+        self.add(bits, bits)
+        for dtype in DTYPES:
+            self.gather(dtype)
+            self.finish(dtype)
+        jit.driver()
+
+    def __hash__(self) -> int:
+        return hash((self.spec, self.gate_up_row, self.down_row, self.isa))
+
+
+class KernelTable:
+    """Addresses by number of tokens, as the driver reads them."""
+
+    def __init__(self) -> None:
+        self._addresses = (ctypes.c_int64 * MAX_TOKENS)()
+        self.address = ctypes.addressof(self._addresses)
+        self.have = 0
+        """Bit m-1 is set once the kernel for m tokens is there."""
+
+    def put(self, tokens: int, kernel: ExpertKernel) -> None:
+        """Compile a kernel and make it known; the bit is set last."""
+        self._addresses[tokens - 1] = jit.address(kernel)
+        self.have |= 1 << (tokens - 1)
+
+
+@cache
+def kernels(spec: ExpertSpec, gate_up_row: int, down_row: int, isa: str) -> LayerKernels:
+    """The kernels of a layer shape; the same object for the same arguments."""
+    return LayerKernels(spec, gate_up_row, down_row, isa)
+
+
+def contiguous(spec: ExpertSpec) -> LayerKernels:
+    """The kernels for contiguous weights on this process's ISA."""
+    columns = spec.projections * spec.intermediate
+    gate_up_row = 2 * (columns if spec.transposed else spec.hidden)
+    down_row = 2 * (spec.hidden if spec.transposed else spec.intermediate)
+    return kernels(spec, gate_up_row, down_row, isas.select().name)

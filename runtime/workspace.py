@@ -1,0 +1,75 @@
+"""Scratch memory, reused between calls.
+
+One workspace serves one call at a time; a pool hands them out, so that any number of Python threads can call at once.
+EXPERTILE_DEBUG=poison fills the scratch with NaN before each call, to show a read of something never written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections import deque
+
+import torch
+
+from expertile.runtime import call
+
+_RECORD = struct.Struct(f"={len(call.FIELDS)}q")
+_POISON = "poison" in os.environ.get("EXPERTILE_DEBUG", "").split(",")
+
+
+class Workspace:
+    """A call record and a buffer that grows."""
+
+    def __init__(self) -> None:
+        self._record = ctypes.create_string_buffer(_RECORD.size)
+        self.record = ctypes.addressof(self._record)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> int:
+        """The address, a multiple of 64, of at least `size` bytes."""
+        if self._buffer.numel() < size + 64:
+            self._buffer = torch.empty(size + 64, dtype=torch.uint8)
+        if _POISON:
+            self._buffer.fill_(0xFF)  # NaN as bf16 and as fp32
+        return (self._buffer.data_ptr() + 63) & ~63
+
+    @property
+    def capacity(self) -> int:
+        """Bytes held."""
+        return self._buffer.numel()
+
+    def write(self, *fields: int) -> None:
+        """Set all fields of the record, in order."""
+        _RECORD.pack_into(self._record, 0, *fields)
+
+    def read(self, name: str) -> int:
+        """A field, as the driver left it."""
+        return int(struct.unpack_from("=q", self._record, call.OFFSETS[name])[0])
+
+
+_pool: deque[Workspace] = deque()
+
+
+def acquire() -> Workspace:
+    """A workspace nobody else uses (deque operations are atomic)."""
+    try:
+        return _pool.pop()
+    except IndexError:
+        return Workspace()
+
+
+def release(workspace: Workspace) -> None:
+    """Give it back."""
+    _pool.append(workspace)
+
+
+def held_bytes() -> int:
+    """Scratch memory the pool holds now."""
+    return sum(workspace.capacity for workspace in list(_pool))
+
+
+def clear() -> None:
+    """Free the pool's scratch memory."""
+    _pool.clear()

@@ -1,0 +1,354 @@
+"""The two expert projections: gate/up with the gate function fused, and down with the weighted sum fused.
+
+Both multiply 16-row blocks of weights by a block of up to 32 tokens (the operand, laid out by the ISA's layout), over
+all of K.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
+
+    GateUp   h = gate(g + bias, u + bias), rounded to bf16 and written as the operand of the down projection
+    Down     sum[token] += router weight · (y + bias), as rows of tokens again
+
+They are specialised on the shape, the number of tokens, the weight format and the gate.  Rows are cut among threads at
+multiples of 32.  Row and k tails go through zero-padded scratch (see `formats.base`), so that a NaN in memory beside a
+row can't reach it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from expertile.codegen import isa as isas
+from expertile.codegen.ir import Builder, L, Module, Value, Var, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.isa import TileIsa, TilePlan
+from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
+from expertile.templates.formats.base import WeightFormat
+from expertile.templates.gates import Gate
+
+MAX_TOKENS = 32
+"""Tokens of a block; an expert with more gets several blocks."""
+
+ROW_UNIT = 2 * GROUP
+"""Rows are divided among threads in multiples of this."""
+
+_TILE = 4 * GROUP * GROUP
+_EDGE = 64 * GROUP
+_C_BYTES = 4 * _TILE + 64  # two row blocks by two groups; a layout may read 60 bytes past the last row
+
+
+@dataclass(frozen=True)
+class ExpertKernel(ABC):
+    """What the two projections share: rows `outputs`, reduction `inputs`, tokens, format, bias."""
+
+    isa: str
+    inputs: int
+    outputs: int
+    tokens: int
+    format: WeightFormat
+    bias: str | None
+    """None, "bf16" or "f32"."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The exported function's name."""
+
+    def ir(self) -> str:
+        """The kernel as LLVM IR."""
+        return str(_Emitter(self).module)
+
+    @property
+    def panel_stride(self) -> int:
+        """Bytes from row to row of a staged block; the odd cache line keeps rows out of each other's L1 sets."""
+        return 2 * CHUNK * chunks_of(self.inputs) + 64
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Per-thread scratch: C tiles, k-tail tiles, staged blocks."""
+        return _C_BYTES + 2 * _EDGE + 2 * GROUP * self.panel_stride
+
+    @abstractmethod
+    def parameters(self) -> dict[str, L.Type]: ...
+
+    @abstractmethod
+    def neighbours(self, isa: TileIsa) -> int:
+        """16-row blocks of the matrix multiplied together."""
+
+    @abstractmethod
+    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        """Addresses of the A blocks for rows `row`…"""
+
+    @abstractmethod
+    def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
+        """Consume the C tiles of `rows` valid rows in each of `count` blocks, for token block `block`."""
+
+    def finish(self, e: _Emitter) -> None:
+        """After the last row of the matrix."""
+
+
+@dataclass(frozen=True)
+class GateUp(ExpertKernel):
+    """h[I] = gate(W_gate · x, W_up · x): inputs = H, outputs = I.
+
+    void gate_up(gate, up, gate_bias, up_bias, operand, out, first row, end row, token blocks, scratch)
+    """
+
+    gate: Gate
+    bias_step: int
+    """Elements between the biases of two rows: 2 when gate and up alternate."""
+
+    @property
+    def name(self) -> str:
+        return f"gate_up_{self.gate.name}_{self.format.name}_h{self.inputs}_i{self.outputs}_m{self.tokens}"
+
+    def parameters(self) -> dict[str, L.Type]:
+        pointers = ("gate", "up", "gate_bias", "up_bias", "operand", "out")
+        return _signature(pointers)
+
+    def neighbours(self, isa: TileIsa) -> int:
+        return 1
+
+    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        matrices = [arg.gate, arg.up] if self.gate.gated else [arg.up]
+        return [matrix.at(self.format.row_offset(row)) for matrix in matrices]
+
+    def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
+        b, arg = e.b, e.arg
+        names = ["gate", "up"] if self.gate.gated else ["up"]
+        biases = [e.bias(getattr(arg, f"{name}_bias"), row, rows, self.bias_step) for name in names]
+        for group, tokens in enumerate(e.groups):
+            features = e.isa.layout.flat_features(tokens)
+            tiles = [e.c_tile(half, group) for half in range(len(names))]
+
+            def activate(at: Value | int, lanes: list[int], tiles: list[Value] = tiles) -> None:
+                halves = [tile.at(at).load(vec(f32, GROUP)) for tile in tiles]
+                for i, bias in enumerate(biases):
+                    if bias is not None:
+                        halves[i] = halves[i] + bias.shuffle(lanes)
+                h = self.gate.emit(b, halves[0] if self.gate.gated else None, halves[-1])
+                if rows < GROUP:  # what pads k in the next product must be zero
+                    valid = b.const(vec(i1, GROUP), [int(lane < rows) for lane in lanes])
+                    h = b.select(valid, h, 0.0)
+                tiles[0].at(at).store(h)
+
+            if self.bias is None and rows == GROUP:
+                with b.loop(0, tokens) as vector:
+                    activate(vector * 64, features[:GROUP])
+            else:
+                for vector in range(tokens):
+                    activate(64 * vector, features[GROUP * vector : GROUP * (vector + 1)])
+            e.isa.layout.pack_features(b, tiles[0], tokens, e.group(arg.out, self.outputs, block, group), row)
+
+    def finish(self, e: _Emitter) -> None:
+        written = -(-self.outputs // GROUP) * GROUP
+        if written % CHUNK == 0:
+            return
+        with e.token_blocks() as block:  # the second half of the last chunk
+            for group, tokens in enumerate(e.groups):
+                tile = e.c_tile(0, group)
+                for vector in range(tokens + 1):
+                    tile.at(64 * vector).store(e.b.zero(vec(f32, GROUP)))
+                into = e.group(e.arg.out, self.outputs, block, group)
+                e.isa.layout.pack_features(e.b, tile, tokens, into, e.b.const(i64, written))
+
+
+@dataclass(frozen=True)
+class Down(ExpertKernel):
+    """sum[token][H] += router · (W_down · h): inputs = I, outputs = H.
+
+    void down(matrix, bias, operand, tokens i32[], router f32[], sums, bytes between two tokens' sums, first row,
+    end row, token blocks, scratch). `sums` is where row 0 of token 0 would be.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"down_{self.format.name}_h{self.outputs}_i{self.inputs}_m{self.tokens}"
+
+    def parameters(self) -> dict[str, L.Type]:
+        pointers = ("matrix", "matrix_bias", "operand", "token", "router", "sums")
+        return _signature(pointers, "sum_bytes")
+
+    def neighbours(self, isa: TileIsa) -> int:
+        return isa.neighbours(groups_of(self.tokens)) if self.format.direct else 1
+
+    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        return [arg.matrix.at(self.format.row_offset(row + GROUP * i)) for i in range(count)]
+
+    def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
+        b, arg = e.b, e.arg
+        first = block * MAX_TOKENS
+        for neighbour in range(count):
+            bias = e.bias(arg.matrix_bias, row + GROUP * neighbour, rows, 1)
+            for group, tokens in enumerate(e.groups):
+                vectors = e.isa.layout.token_vectors(b, e.c_tile(neighbour, group), tokens)
+                for number, y in enumerate(vectors):
+                    slot = (first + (GROUP * group + number)) * 4
+                    router = b.splat(arg.router.at(slot).load(f32), GROUP)
+                    token = arg.token.at(slot).load(i32).to(i64)
+                    total = arg.sums.at(token * arg.sum_bytes + (row + GROUP * neighbour) * 4)
+                    if bias is not None:
+                        y = y + bias
+                    old = total.load_masked(vec(f32, GROUP), rows) if rows < GROUP else total.load(y.type)
+                    new = b.fmuladd(router, y, old)
+                    if rows < GROUP:
+                        total.store_masked(new, rows)
+                    else:
+                        total.store(new)
+
+
+class _Emitter:
+    """Writes the loop nest of one expert kernel."""
+
+    def __init__(self, kernel: ExpertKernel) -> None:
+        self.kernel = kernel
+        self.isa = isas.by_name(kernel.isa)
+        self.groups = groups_of(kernel.tokens)
+        self.module = Module(kernel.name)
+        with self.module.function(kernel.name, kernel.parameters()) as (self.b, self.arg):
+            self._rows()
+
+    # What epilogues use ------------------------------------------------------------------------------------------
+
+    def c_tile(self, block: int, group: int) -> Value:
+        """The stored C of A block `block` and token group `group`."""
+        return self.arg.scratch.at(_TILE * (2 * block + group))
+
+    def group(self, operand: Value, k: int, block: Value, group: int) -> Value:
+        """Where a token group begins in an operand of `k` k's."""
+        chunk_bytes = 64 * chunks_of(k)
+        return operand.at(block * (MAX_TOKENS * chunk_bytes) + GROUP * group * chunk_bytes)
+
+    def bias(self, biases: Value, row: Value, rows: int, step: int) -> Value | None:
+        """The biases of 16 rows in fp32, zero from `rows` on."""
+        kind = self.kernel.bias
+        if kind is None:
+            return None
+        lanes = step * (GROUP - 1) + 1
+        type_ = vec(f32 if kind == "f32" else i16, lanes)
+        size = 4 if kind == "f32" else 2
+        values = biases.at(row * (step * size)).load_masked(type_, step * (rows - 1) + 1)
+        values = values.shuffle(range(0, lanes, step))
+        return values if kind == "f32" else (values.zext(vec(i32, GROUP)) << 16).bitcast(vec(f32, GROUP))
+
+    def token_blocks(self):  # type: ignore[no-untyped-def]
+        """A loop over the token blocks: only full ones come several at a time."""
+        return self.b.loop(0, self.arg.blocks if self.kernel.tokens == MAX_TOKENS else 1)
+
+    # The loop nest -----------------------------------------------------------------------------------------------
+
+    def _rows(self) -> None:
+        kernel, b = self.kernel, self.b
+        count = kernel.neighbours(self.isa)
+        step = GROUP * count
+        whole = kernel.outputs // step * step
+        plan = self.isa.plan(self.groups, len(kernel.blocks(self.arg, b.const(i64, 0), count)))
+        self.isa.configure(b, plan)
+        with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
+            self._row_block(plan, row, GROUP, count)
+        with b.if_(self.arg.end_row.eq(kernel.outputs)):
+            for row in range(whole, kernel.outputs, GROUP):
+                rows = min(GROUP, kernel.outputs - row)
+                alone = self.isa.plan(self.groups, plan.blocks // count)
+                self._row_block(alone, b.const(i64, row), rows, 1)
+            kernel.finish(self)
+        self.isa.release(b)
+
+    def _row_block(self, plan: TilePlan, row: Value, rows: int, count: int) -> None:
+        kernel, b, format_ = self.kernel, self.b, self.kernel.format
+        addresses = kernel.blocks(self.arg, row, count)
+        edges, panels = self.arg.scratch.at(_C_BYTES), self.arg.scratch.at(_C_BYTES + 2 * _EDGE)
+        in_place = kernel.inputs // CHUNK * CHUNK
+        if format_.direct and rows == GROUP:
+            sources, stride = addresses, format_.row_bytes
+            tails = [edges.at(_EDGE * i) for i in range(len(addresses))]
+            if in_place < kernel.inputs:
+                for address, tail in zip(addresses, tails, strict=True):
+                    format_.stage(b, address, rows, in_place, kernel.inputs, tail, 64)
+            ahead = [address.at(GROUP * count * stride) for address in addresses]
+        else:
+            stride, in_place, ahead = kernel.panel_stride, CHUNK * chunks_of(kernel.inputs), []
+            sources = [panels.at(GROUP * stride * i) for i in range(len(addresses))]
+            for address, panel in zip(addresses, sources, strict=True):
+                format_.stage(b, address, rows, 0, kernel.inputs, panel, stride)
+            tails = []
+        with self.token_blocks() as block:
+            prefetcher = _Prefetcher(self, plan, row, ahead)
+            self._multiply(plan, block, sources, stride, in_place // CHUNK, tails, prefetcher)
+            kernel.epilogue(self, row, rows, count, block)
+
+    def _multiply(
+        self,
+        plan: TilePlan,
+        block: Value,
+        sources: list[Value],
+        stride: int,
+        chunks: int,
+        tails: list[Value],
+        prefetcher: _Prefetcher,
+    ) -> None:
+        """All C tiles of a row block and a token block: every pass over k, for every part of the rows."""
+        b, isa, kernel = self.b, self.isa, self.kernel
+        streaming = bool(tails) and kernel.tokens < MAX_TOKENS
+        with b.loop(0, GROUP, plan.rows) as part:
+            for tiles in plan.passes:
+                c = [
+                    [isa.accumulators(b, plan, tile, i, j) for j, tile in enumerate(tiles)]
+                    for i in range(plan.blocks)
+                ]
+                operands = [self.group(self.arg.operand, kernel.inputs, block, t.group) for t in tiles]
+
+                def step(
+                    rows: list[Value], stride: int, chunk: Value, tiles=tiles, c=c, operands=operands
+                ) -> None:
+                    a = [
+                        isa.load_a(b, plan, i, address, stride, streaming)
+                        for i, address in enumerate(rows)
+                    ]
+                    for j, tile in enumerate(tiles):
+                        at = operands[j].at(chunk * (64 * self.groups[tile.group]))
+                        v = isa.load_b(b, plan, tile, j, at)
+                        for i in range(plan.blocks):
+                            isa.dot(b, c[i][j], a[i], v)
+
+                with b.loop(0, chunks) as chunk:
+                    prefetcher.step()
+                    step([s.at(part * stride + chunk * 64) for s in sources], stride, chunk)
+                if tails and kernel.inputs % CHUNK:
+                    step([tail.at(part * 64) for tail in tails], 64, b.const(i64, chunks))
+                for i in range(plan.blocks):
+                    for j, tile in enumerate(tiles):
+                        isa.store(b, plan, c[i][j], tile, self.c_tile(i, tile.group), part)
+
+
+class _Prefetcher:
+    """Asks for the next row block, in memory order, while the current one is multiplied.
+
+    Memory order matters: cache lines along a row stream, one line a row does not. The position is clamped to the end
+    of the rows, where asking again costs nothing.
+    """
+
+    def __init__(self, e: _Emitter, plan: TilePlan, row: Value, ahead: list[Value]) -> None:
+        lines = e.isa.prefetch_lines(plan)
+        self.b = e.b
+        self.ahead = ahead if lines else []
+        self.lines = -(-lines // max(1, len(ahead)))
+        if not self.ahead:
+            return
+        left = e.b.max((e.arg.end_row - row) * e.kernel.format.row_bytes - 64 * self.lines, 0)
+        rows = GROUP * (len(ahead) if isinstance(e.kernel, Down) else 1)
+        self.last = e.b.max(left - rows * e.kernel.format.row_bytes, 0)
+        self.offset: Var = e.b.var(i64, 0)
+
+    def step(self) -> None:
+        if not self.ahead:
+            return
+        offset = self.offset.get()
+        for address in self.ahead:
+            for line in range(self.lines):
+                address.at(offset + 64 * line).prefetch(2)
+        self.offset.set(self.b.min(offset + 64 * self.lines, self.last))
+
+
+def _signature(pointers: tuple[str, ...], *integers: str) -> dict[str, L.Type]:
+    parameters: dict[str, L.Type] = dict.fromkeys(pointers, ptr)
+    parameters |= dict.fromkeys((*integers, "first_row", "end_row", "blocks"), i64)
+    return parameters | {"scratch": ptr}
