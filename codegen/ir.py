@@ -253,7 +253,9 @@ class Value:
 
     def prefetch(self, locality: int) -> None:
         """Ask for the cache line: locality 3 = all caches (t0), 2 = L2 and outwards (t1), 0 = non-temporal."""
-        self.b.call("llvm.prefetch.p0", void, [self.ir, *(L.Constant(i32, n) for n in (0, locality, 1))])
+        self.b.call(
+            "llvm.prefetch.p0", void, [self.ir, *(L.Constant(i32, n) for n in (0, locality, 1))]
+        )
 
 
 class Var:
@@ -385,9 +387,7 @@ class Builder:
 
     def select(self, condition: Value, yes: Any, no: Any) -> Value:
         type_ = yes.type if isinstance(yes, Value) else no.type
-        return self.wrap(
-            self.llvm.select(condition.ir, self.raw(yes, type_), self.raw(no, type_))
-        )
+        return self.wrap(self.llvm.select(condition.ir, self.raw(yes, type_), self.raw(no, type_)))
 
     def min(self, x: Value, y: Any) -> Value:
         """The smaller one; x if either is NaN (so that a NaN in x stays)."""
@@ -410,7 +410,9 @@ class Builder:
         """for i in range(start, stop, step), on i64; `start` and `stop` are numbers or values, step > 0."""
         first, last = self.raw(start, i64), self.raw(stop, i64)
         before = self.llvm.block
-        head, body, end = (self.function.append_basic_block(name) for name in ("loop", "do", "done"))
+        head, body, end = (
+            self.function.append_basic_block(name) for name in ("loop", "do", "done")
+        )
         self.llvm.branch(head)
         self.llvm.position_at_end(head)
         index = self.llvm.phi(i64)
@@ -497,16 +499,16 @@ class Module:
         """Define a function; the body gets a builder and the arguments by name. A void one returns by itself."""
         function = L.Function(self._module, L.FunctionType(returns, parameters.values()), name)
         for attribute in _FUNCTION_ATTRIBUTES:
-            set.add(function.attributes, attribute)  # llvmlite's own add() knows no string attributes
+            set.add(
+                function.attributes, attribute
+            )  # llvmlite's own add() knows no string attributes
         if private:
             function.linkage = "private"
             set.add(function.attributes, "alwaysinline" if inline else "noinline")
         b = Builder(self._module, function)
         for argument, parameter in zip(function.args, parameters, strict=True):
             argument.name = parameter
-        arguments = SimpleNamespace(
-            **{arg.name: b.wrap(arg) for arg in function.args}
-        )
+        arguments = SimpleNamespace(**{arg.name: b.wrap(arg) for arg in function.args})
         yield b, arguments
         if not b.llvm.block.is_terminated:
             b.ret()

@@ -84,7 +84,9 @@ class OperandLayout(ABC):
         """The feature (0…15) of each element of a stored C of `tokens` tokens, in memory order."""
 
     @abstractmethod
-    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+    def pack_features(
+        self, b: Builder, c: Value, tokens: int, group: Value, feature: Value
+    ) -> None:
         """Round the stored C at `c` to bf16 and write it as the k's `feature`…`feature`+15 of `group`."""
 
     @abstractmethod
@@ -109,7 +111,9 @@ class RowLayout(OperandLayout):
     def flat_features(self, tokens: int) -> list[int]:
         return list(range(GROUP)) * tokens
 
-    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+    def pack_features(
+        self, b: Builder, c: Value, tokens: int, group: Value, feature: Value
+    ) -> None:
         into = self.half_chunk(group, feature, tokens, 32)
         for token, vector in enumerate(self.token_vectors(b, c, tokens)):
             into.at(64 * token).store(round_to_bf16(b, vector).to(vec(i16, GROUP)))
@@ -131,9 +135,7 @@ class PairLayout(OperandLayout):
                         group.at(chunk * 64).store(read(source, chunk, part))
             with several:
                 last = tokens - 1
-                sources = [
-                    row(b.min(b.const(tokens.type, token), last)) for token in range(GROUP)
-                ]
+                sources = [row(b.min(b.const(tokens.type, token), last)) for token in range(GROUP)]
                 lanes = b.mask(tokens, GROUP)
                 for part, (first, end) in enumerate(chunks):
                     with b.loop(first, end) as chunk:
@@ -149,7 +151,9 @@ class PairLayout(OperandLayout):
         # Lanes from `tokens` on hold the next rows' values: never stored, and scratch is padded for the last row.
         return [c.at(4 * tokens * feature).load(vec(f32, GROUP)) for feature in range(GROUP)]
 
-    def pack_features(self, b: Builder, c: Value, tokens: int, group: Value, feature: Value) -> None:
+    def pack_features(
+        self, b: Builder, c: Value, tokens: int, group: Value, feature: Value
+    ) -> None:
         into = self.half_chunk(group, feature, tokens, 32 * tokens)
         if tokens == 1:
             into.store(round_to_bf16(b, c.load(vec(f32, GROUP))).to(vec(i16, GROUP)))

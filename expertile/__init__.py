@@ -21,8 +21,8 @@ from expertile.runtime.errors import ArgumentError, DtypeError, ExpertileError
 from expertile.runtime.layer import Layer, calls
 from expertile.runtime.spec import ExpertSpec
 from expertile.templates.gates import Gate
-from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp  # noqa: N813
-from expertile.templates.gates.swiglu_oai import SwigluOai as swiglu_oai  # noqa: N813
+from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp
+from expertile.templates.gates.swiglu_oai import SwigluOai as swiglu_oai
 
 __all__ = [
     "ArgumentError",
@@ -74,12 +74,18 @@ def fused_experts(
     Raises ArgumentError (a ValueError) or DtypeError (a TypeError) naming the argument; an id outside -1…E-1 is an
     ArgumentError too. At most 64 expert kernels are compiled for a layer shape, 32 row counts × 2 projections.
     """
-    if torch.compiler.is_compiling():
-        call = _operator.traced
-    else:
-        call = _layer.run
+    call = _operator.traced if torch.compiler.is_compiling() else _layer.run
     return call(
-        x, gate_up, down, topk_ids, topk_weights, gate, gate_up_bias, down_bias, interleaved, transposed
+        x,
+        gate_up,
+        down,
+        topk_ids,
+        topk_weights,
+        gate,
+        gate_up_bias,
+        down_bias,
+        interleaved,
+        transposed,
     )
 
 
@@ -104,7 +110,9 @@ class Kernels:
         """
         spec = self.spec
         options = (spec.interleaved, spec.transposed)
-        found = _layer.prepare(gate_up, down, spec.gate, gate_up_bias, down_bias, spec.top_k, *options).spec
+        found = _layer.prepare(
+            gate_up, down, spec.gate, gate_up_bias, down_bias, spec.top_k, *options
+        ).spec
         for name in ("hidden", "intermediate", "experts", "gate_up_bias", "down_bias"):
             expected, got = getattr(spec, name), getattr(found, name)
             if expected != got:

@@ -30,7 +30,7 @@ try:
     from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 except ImportError as error:
     raise ImportError(
-        "expertile.transformers needs Transformers 5.0 or later, of which it found none: "
+        "expertile.transformers needs Transformers 5.0 or later, which cannot be imported: "
         "pip install 'expertile[transformers]'"
     ) from error
 
@@ -63,7 +63,7 @@ def experts_forward(
         top_k_weights,
         gate=layer.gate,
         gate_up_bias=getattr(module, layer.first + "_bias") if layer.has_bias else None,
-        down_bias=module.down_proj_bias if layer.has_bias else None,
+        down_bias=module.down_proj_bias if layer.has_bias else None,  # type: ignore[arg-type]
         interleaved=layer.interleaved,
         transposed=layer.transposed,
     )
@@ -130,13 +130,8 @@ def _read_layer(module: nn.Module) -> _Layer:
     """Work out the layer. Raises NotImplementedError for a setting that is not supported."""
     flags = _read_flags(module)
     has_gate, interleaved = flags["has_gate"], not flags["is_concatenated"]
-    if has_gate:
-        recipe = _read_gate(module)
-        _confirm_gate(module, recipe, interleaved)
-    else:
-        recipe = _read_ungated(module)
     return _Layer(
-        gate=recipe.gate,
+        gate=_read_gate(module, interleaved) if has_gate else _read_ungated(module),
         first="gate_up_proj" if has_gate else "up_proj",
         has_bias=flags["has_bias"],
         interleaved=has_gate and interleaved,
@@ -199,17 +194,17 @@ def _read_activation(module: nn.Module) -> str:
     return _ACTIVATIONS[name]
 
 
-def _read_ungated(module: nn.Module) -> _Recipe:
+def _read_ungated(module: nn.Module) -> Gate:
     name = _read_activation(module)
-    if name != "relu2":
-        _refuse(module, f"has_gate is False and act_fn is {name}, and only relu2 is supported so")
-    return _Recipe(by_name(name), lambda gate, up: F.relu(up).square())
+    if by_name(name).gated:
+        _refuse(module, f"has_gate is False and act_fn is {name}, which is only known with a gate")
+    return by_name(name)
 
 
 def _plain(module: nn.Module) -> _Recipe:
     name = _read_activation(module)
     if name not in _GATED:
-        _refuse(module, f"has_gate is True and act_fn is {name}, which is supported without a gate")
+        _refuse(module, f"has_gate is True and act_fn is {name}, which is only known without one")
     return _Recipe(by_name(name), _GATED[name])
 
 
@@ -256,20 +251,17 @@ _GATES: dict[str, Callable[[nn.Module], _Recipe]] = {
 """The gate functions of Transformers: the default and those that its models put in its place."""
 
 
-def _read_gate(module: nn.Module) -> _Recipe:
+def _read_gate(module: nn.Module, interleaved: bool) -> Gate:
+    """The gate that `module._apply_gate` applies.
+
+    It is known by name, and then confirmed on a grid of values: the names are those of one version
+    of Transformers, and in another the gate may have changed, or its halves may lie differently.
+    """
     override = vars(module).get("_apply_gate", getattr(type(module), "_apply_gate", None))
     package, name = _origin(override)
     if package != "transformers" or name not in _GATES:
         _refuse(module, f"_apply_gate is {override!r}, and this gate is unknown")
-    return _GATES[name](module)
-
-
-def _confirm_gate(module: nn.Module, recipe: _Recipe, interleaved: bool) -> None:
-    """Refuse `module` unless its `_apply_gate` computes, on a grid, what the recipe says.
-
-    The names above are those of one version. In another, a gate of the same name may have changed,
-    or its halves may lie differently.
-    """
+    recipe = _GATES[name](module)
     side = torch.cat([torch.linspace(-8, 8, 33), torch.tensor([-1e3, -1e2, -2e1, 2e1, 1e2, 1e3])])
     gate, up = torch.meshgrid(side.double(), side.double(), indexing="ij")
     halves = torch.stack([gate, up], dim=-1).flatten(1) if interleaved else torch.cat([gate, up], 1)
@@ -279,6 +271,7 @@ def _confirm_gate(module: nn.Module, recipe: _Recipe, interleaved: bool) -> None
     if actual.shape != expected.shape or not torch.allclose(actual, expected, 1e-6, 1e-6):
         layout = "interleaved" if interleaved else "concatenated"
         _refuse(module, f"_apply_gate is not {recipe.gate} of {layout} gate and up projections")
+    return recipe.gate
 
 
 def _read_number(module: nn.Module, name: str) -> float:

@@ -21,14 +21,20 @@ def _names(dtypes: dict[torch.dtype, object]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def tensor(name: str, value: object, rank: int, dtypes: dict[torch.dtype, object], how: str = "") -> None:
+def tensor(
+    name: str, value: object, rank: int, dtypes: dict[torch.dtype, object], how: str = ""
+) -> None:
     """Raise unless `value` is a dense CPU tensor of the rank and one of the dtypes."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
-        raise ArgumentError(f"{name}: expected a dense (strided) tensor, got layout {value.layout}; use .to_dense()")
+        raise ArgumentError(
+            f"{name}: expected a dense (strided) tensor, got layout {value.layout}; use .to_dense()"
+        )
     if value.device.type != "cpu":
-        raise ArgumentError(f"{name}: expected a tensor on the CPU, got device {value.device}; use .cpu()")
+        raise ArgumentError(
+            f"{name}: expected a tensor on the CPU, got device {value.device}; use .cpu()"
+        )
     if value.dim() != rank:
         raise ArgumentError(f"{name}: expected {rank} dimensions, got shape {tuple(value.shape)}")
     if value.dtype not in dtypes:
@@ -66,7 +72,9 @@ def layer(
         tensor(name, weight, 3, {torch.bfloat16: None}, convert)
         last_contiguous(name, weight)
         if min(weight.stride()) < 0 or weight.numel() == 0:
-            raise ArgumentError(f"{name}: expected at least one expert, row and column, got shape {tuple(weight.shape)}")
+            raise ArgumentError(
+                f"{name}: expected at least one expert, row and column, got shape {tuple(weight.shape)}"
+            )
     experts = gate_up.shape[0]
     columns, hidden = (gate_up.shape[2], gate_up.shape[1]) if transposed else gate_up.shape[1:]
     halves = 2 if gate.gated else 1
@@ -82,26 +90,44 @@ def layer(
             f"{' (transposed)' if transposed else ''}, got {tuple(down.shape)}"
         )
     kinds = []
-    for name, bias, width in (("gate_up_bias", gate_up_bias, columns), ("down_bias", down_bias, hidden)):
+    for name, bias, width in (
+        ("gate_up_bias", gate_up_bias, columns),
+        ("down_bias", down_bias, hidden),
+    ):
         if bias is not None:
             tensor(name, bias, 2, BIAS_DTYPES)  # type: ignore[arg-type]
             last_contiguous(name, bias)
             if tuple(bias.shape) != (experts, width):
-                raise ArgumentError(f"{name}: expected shape {(experts, width)}, got {tuple(bias.shape)}")
+                raise ArgumentError(
+                    f"{name}: expected shape {(experts, width)}, got {tuple(bias.shape)}"
+                )
         kinds.append(None if bias is None else BIAS_DTYPES[bias.dtype])
     return ExpertSpec(
-        hidden, intermediate, experts, top_k, "bf16", gate, kinds[0], kinds[1], interleaved, transposed
+        hidden,
+        intermediate,
+        experts,
+        top_k,
+        "bf16",
+        gate,
+        kinds[0],
+        kinds[1],
+        interleaved,
+        transposed,
     )
 
 
-def routing(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, hidden: int) -> None:
+def routing(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, hidden: int
+) -> None:
     """Check the hidden states and the router's choice against the layer."""
     tensor("x", x, 2, HIDDEN_DTYPES)  # type: ignore[arg-type]
     tensor("topk_ids", topk_ids, 2, ID_BYTES)  # type: ignore[arg-type]
     tensor("topk_weights", topk_weights, 2, ROUTER_KINDS)  # type: ignore[arg-type]
     last_contiguous("x", x)
     if x.shape[1] != hidden:
-        raise ArgumentError(f"x: expected shape [T, {hidden}] to go with gate_up, got {tuple(x.shape)}")
+        raise ArgumentError(
+            f"x: expected shape [T, {hidden}] to go with gate_up, got {tuple(x.shape)}"
+        )
     if topk_ids.shape[0] != x.shape[0]:
         raise ArgumentError(
             f"topk_ids: expected {x.shape[0]} rows, one for each token of x, got shape {tuple(topk_ids.shape)}"

@@ -51,7 +51,9 @@ _BLOCK_ROWS = 64
 
 def sums_bytes(tokens: int) -> int:
     """Per-thread bytes for the sums of a down item: `tokens` rows of as many columns as the plan allows."""
-    columns = max(ROW_UNIT, min(_MOST_DOWN_ROWS, _SUMS_BYTES // (4 * tokens) // ROW_UNIT * ROW_UNIT))
+    columns = max(
+        ROW_UNIT, min(_MOST_DOWN_ROWS, _SUMS_BYTES // (4 * tokens) // ROW_UNIT * ROW_UNIT)
+    )
     return 4 * tokens * columns
 
 
@@ -158,7 +160,7 @@ class _Serial:
 
     def _missing(self, needed: Value) -> Value:
         """Whether a needed kernel is not there yet; the record says which."""
-        b, f = self.b, self.f
+        f = self.f
         lacking = [needed & (have ^ -1) for have in (f.have_gate_up, f.have_down)]
         for name, bits in zip(("missing_gate_up", "missing_down"), lacking, strict=True):
             field(self.record, name).store(bits)

@@ -86,11 +86,24 @@ class Layer:
         self._tensors = (gate_up, down, gate_up_bias, down_bias)
         self._options = (gate, interleaved, transposed)
 
-    def __call__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
         """`[T, H]` of x's dtype; see :func:`expertile.fused_experts`."""
         gate_up, down, gate_up_bias, down_bias = self._tensors
         gate, interleaved, transposed = self._options
-        return run(x, gate_up, down, topk_ids, topk_weights, gate, gate_up_bias, down_bias, interleaved, transposed)
+        return run(
+            x,
+            gate_up,
+            down,
+            topk_ids,
+            topk_weights,
+            gate,
+            gate_up_bias,
+            down_bias,
+            interleaved,
+            transposed,
+        )
 
 
 _prepared: dict[tuple[Any, ...], LayerKernels] = {}
@@ -100,7 +113,14 @@ def _signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     """All metadata of a weight that the checks look at."""
     if tensor is None:
         return None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.requires_grad,
+    )
 
 
 def prepare(
@@ -128,8 +148,13 @@ def prepare(
         resolved = gates.resolve(gate)
     except (ValueError, TypeError) as error:
         raise ArgumentError(str(error)) from None
-    shape = checks.layer(gate_up, down, gate_up_bias, down_bias, top_k, resolved, interleaved, transposed)
-    row = [2 * weight.stride(1) if weight.shape[1] > 1 else 2 * weight.shape[2] for weight in (gate_up, down)]
+    shape = checks.layer(
+        gate_up, down, gate_up_bias, down_bias, top_k, resolved, interleaved, transposed
+    )
+    row = [
+        2 * weight.stride(1) if weight.shape[1] > 1 else 2 * weight.shape[2]
+        for weight in (gate_up, down)
+    ]
     kernels = spec.kernels(shape, row[0], row[1], isas.select().name)
     if key is not None:
         _prepared[key] = kernels
@@ -150,7 +175,9 @@ def run(
 ) -> torch.Tensor:
     """The layer, computed. Arguments as in :func:`expertile.fused_experts`."""
     top_k = topk_ids.shape[-1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() else 1
-    kernels = prepare(gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed)
+    kernels = prepare(
+        gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed
+    )
     checks.routing(x, topk_ids, topk_weights, kernels.spec.hidden)
     out = torch.empty(x.shape, dtype=x.dtype)
     if x.shape[0] == 0:
@@ -200,7 +227,9 @@ def _chunks(
         for first in range(0, tokens, step):
             part = slice(first, first + step)
             whole = step == tokens
-            arguments = (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
+            arguments = (
+                (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
+            )
             try:
                 _native(kernels, space, scratch, threads, *arguments, weights, strides)
             except _BadId as error:

@@ -29,7 +29,9 @@ _library.define(_SCHEMA)
 
 def _one(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) != 1:
-        raise ArgumentError(f"{name}: expected a list of one tensor [experts, rows, columns], got {len(tensors)}")
+        raise ArgumentError(
+            f"{name}: expected a list of one tensor [experts, rows, columns], got {len(tensors)}"
+        )
     return tensors[0]
 
 
@@ -47,7 +49,9 @@ def gate_from(name: str, values: Sequence[float]) -> Gate:
     gate = gates.resolve(name)
     names = [field.name for field in fields(gate)]
     if values and len(values) != len(names):
-        raise ArgumentError(f"gate_parameters: expected {len(names)} values ({', '.join(names)}), got {len(values)}")
+        raise ArgumentError(
+            f"gate_parameters: expected {len(names)} values ({', '.join(names)}), got {len(values)}"
+        )
     return replace(gate, **dict(zip(names, values, strict=False)))
 
 

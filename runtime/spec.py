@@ -54,7 +54,9 @@ class ExpertSpec:
             raise ArgumentError(f'weights: expected "bf16", got {self.weights!r}')
         for name in ("gate_up_bias", "down_bias"):
             if getattr(self, name) not in (None, "bf16", "f32"):
-                raise ArgumentError(f'{name}: expected None, "bf16" or "f32", got {getattr(self, name)!r}')
+                raise ArgumentError(
+                    f'{name}: expected None, "bf16" or "f32", got {getattr(self, name)!r}'
+                )
         try:
             gates.resolve(self.gate)
         except (ValueError, TypeError) as error:
@@ -108,7 +110,14 @@ class LayerKernels:
         """The spec of the gate/up kernel for `tokens` tokens."""
         spec, format_ = self.spec, self._format(self.gate_up_row, self._step)
         return GateUp(
-            self.isa, spec.hidden, spec.intermediate, tokens, format_, spec.gate_up_bias, self.gate, self._step
+            self.isa,
+            spec.hidden,
+            spec.intermediate,
+            tokens,
+            format_,
+            spec.gate_up_bias,
+            self.gate,
+            self._step,
         )
 
     def down(self, tokens: int) -> Down:

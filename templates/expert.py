@@ -14,12 +14,13 @@ row can't reach it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import Builder, L, Module, Value, Var, f32, i1, i16, i32, i64, ptr, vec
-from expertile.codegen.isa import TileIsa, TilePlan
+from expertile.codegen.ir import L, Module, Value, Var, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.isa import BTile, TileIsa, TilePlan
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.gates import Gate
@@ -32,7 +33,9 @@ ROW_UNIT = 2 * GROUP
 
 _TILE = 4 * GROUP * GROUP
 _EDGE = 64 * GROUP
-_C_BYTES = 4 * _TILE + 64  # two row blocks by two groups; a layout may read 60 bytes past the last row
+_C_BYTES = (
+    4 * _TILE + 64
+)  # two row blocks by two groups; a layout may read 60 bytes past the last row
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ class ExpertKernel(ABC):
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         """Consume the C tiles of `rows` valid rows in each of `count` blocks, for token block `block`."""
 
+    @abstractmethod
     def finish(self, e: _Emitter) -> None:
-        """After the last row of the matrix."""
+        """What is left to do after the last row of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,11 @@ class GateUp(ExpertKernel):
                 with b.loop(0, tokens) as vector:
                     activate(vector * 64, features[:GROUP])
             else:
-                for vector in range(tokens):
-                    activate(64 * vector, features[GROUP * vector : GROUP * (vector + 1)])
-            e.isa.layout.pack_features(b, tiles[0], tokens, e.group(arg.out, self.outputs, block, group), row)
+                for first in range(0, GROUP * tokens, GROUP):
+                    activate(4 * first, features[first : first + GROUP])
+            e.isa.layout.pack_features(
+                b, tiles[0], tokens, e.group(arg.out, self.outputs, block, group), row
+            )
 
     def finish(self, e: _Emitter) -> None:
         written = -(-self.outputs // GROUP) * GROUP
@@ -187,12 +193,19 @@ class Down(ExpertKernel):
                     total = arg.sums.at(token * arg.sum_bytes + (row + GROUP * neighbour) * 4)
                     if bias is not None:
                         y = y + bias
-                    old = total.load_masked(vec(f32, GROUP), rows) if rows < GROUP else total.load(y.type)
+                    old = (
+                        total.load_masked(vec(f32, GROUP), rows)
+                        if rows < GROUP
+                        else total.load(y.type)
+                    )
                     new = b.fmuladd(router, y, old)
                     if rows < GROUP:
                         total.store_masked(new, rows)
                     else:
                         total.store(new)
+
+    def finish(self, e: _Emitter) -> None:
+        """Nothing: every row was added to its sums."""
 
 
 class _Emitter:
@@ -227,9 +240,13 @@ class _Emitter:
         size = 4 if kind == "f32" else 2
         values = biases.at(row * (step * size)).load_masked(type_, step * (rows - 1) + 1)
         values = values.shuffle(range(0, lanes, step))
-        return values if kind == "f32" else (values.zext(vec(i32, GROUP)) << 16).bitcast(vec(f32, GROUP))
+        return (
+            values
+            if kind == "f32"
+            else (values.zext(vec(i32, GROUP)) << 16).bitcast(vec(f32, GROUP))
+        )
 
-    def token_blocks(self):  # type: ignore[no-untyped-def]
+    def token_blocks(self) -> AbstractContextManager[Value]:
         """A loop over the token blocks: only full ones come several at a time."""
         return self.b.loop(0, self.arg.blocks if self.kernel.tokens == MAX_TOKENS else 1)
 
@@ -245,10 +262,10 @@ class _Emitter:
         with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
             self._row_block(plan, row, GROUP, count)
         with b.if_(self.arg.end_row.eq(kernel.outputs)):
-            for row in range(whole, kernel.outputs, GROUP):
-                rows = min(GROUP, kernel.outputs - row)
-                alone = self.isa.plan(self.groups, plan.blocks // count)
-                self._row_block(alone, b.const(i64, row), rows, 1)
+            alone = self.isa.plan(self.groups, plan.blocks // count)
+            for first in range(whole, kernel.outputs, GROUP):
+                rows = min(GROUP, kernel.outputs - first)
+                self._row_block(alone, b.const(i64, first), rows, 1)
             kernel.finish(self)
         self.isa.release(b)
 
@@ -290,33 +307,47 @@ class _Emitter:
         streaming = bool(tails) and kernel.tokens < MAX_TOKENS
         with b.loop(0, GROUP, plan.rows) as part:
             for tiles in plan.passes:
-                c = [
-                    [isa.accumulators(b, plan, tile, i, j) for j, tile in enumerate(tiles)]
-                    for i in range(plan.blocks)
-                ]
-                operands = [self.group(self.arg.operand, kernel.inputs, block, t.group) for t in tiles]
-
-                def step(
-                    rows: list[Value], stride: int, chunk: Value, tiles=tiles, c=c, operands=operands
-                ) -> None:
-                    a = [
-                        isa.load_a(b, plan, i, address, stride, streaming)
-                        for i, address in enumerate(rows)
-                    ]
-                    for j, tile in enumerate(tiles):
-                        at = operands[j].at(chunk * (64 * self.groups[tile.group]))
-                        v = isa.load_b(b, plan, tile, j, at)
-                        for i in range(plan.blocks):
-                            isa.dot(b, c[i][j], a[i], v)
-
+                one = _Pass(self, plan, tiles, block, streaming)
                 with b.loop(0, chunks) as chunk:
                     prefetcher.step()
-                    step([s.at(part * stride + chunk * 64) for s in sources], stride, chunk)
+                    rows = [source.at(part * stride + chunk * 64) for source in sources]
+                    one.step(rows, stride, chunk)
                 if tails and kernel.inputs % CHUNK:
-                    step([tail.at(part * 64) for tail in tails], 64, b.const(i64, chunks))
-                for i in range(plan.blocks):
-                    for j, tile in enumerate(tiles):
-                        isa.store(b, plan, c[i][j], tile, self.c_tile(i, tile.group), part)
+                    rows = [tail.at(part * 64) for tail in tails]
+                    one.step(rows, 64, b.const(i64, chunks))
+                one.store(part)
+
+
+class _Pass:
+    """The C tiles of one pass over k: zeroed at the beginning, stored at the end."""
+
+    def __init__(
+        self, e: _Emitter, plan: TilePlan, tiles: tuple[BTile, ...], block: Value, streaming: bool
+    ) -> None:
+        self.e, self.plan, self.tiles, self.streaming = e, plan, tiles, streaming
+        inputs = e.kernel.inputs
+        self.operands = [e.group(e.arg.operand, inputs, block, tile.group) for tile in tiles]
+        self.c = [
+            [e.isa.accumulators(e.b, plan, tile, i, j) for j, tile in enumerate(tiles)]
+            for i in range(plan.blocks)
+        ]
+
+    def step(self, rows: list[Value], stride: int, chunk: Value) -> None:
+        """One chunk: A tiles at `rows`, `stride` bytes from row to row, times the operand's chunk number `chunk`."""
+        e, isa, b, plan = self.e, self.e.isa, self.e.b, self.plan
+        a = [isa.load_a(b, plan, i, at, stride, self.streaming) for i, at in enumerate(rows)]
+        for j, tile in enumerate(self.tiles):
+            at = self.operands[j].at(chunk * (64 * e.groups[tile.group]))
+            v = isa.load_b(b, plan, tile, j, at)
+            for i in range(plan.blocks):
+                isa.dot(b, self.c[i][j], a[i], v)
+
+    def store(self, part: Value) -> None:
+        """To the scratch, as rows `part`… of their blocks."""
+        e = self.e
+        for i in range(self.plan.blocks):
+            for j, tile in enumerate(self.tiles):
+                e.isa.store(e.b, self.plan, self.c[i][j], tile, e.c_tile(i, tile.group), part)
 
 
 class _Prefetcher:

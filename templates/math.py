@@ -13,7 +13,9 @@ from expertile.codegen.ir import Builder, Value, i32, vec
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375  # few enough bits that n · _LN2_HIGH is exact
 _LN2_LOW = -2.12194440054690583e-4
-_ROUND = 12582912.0  # 1.5 · 2^23: adding it leaves the integer nearest to x in the low mantissa bits
+_ROUND = (
+    12582912.0  # 1.5 · 2^23: adding it leaves the integer nearest to x in the low mantissa bits
+)
 _EXP_SMALLEST = -86.6  # below, the result would be denormal: it counts as zero
 _EXP_LARGEST = 88.72  # above, it overflows to infinity
 

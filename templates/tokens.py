@@ -69,7 +69,14 @@ class Finish:
 
     def ir(self) -> str:
         module = Module(self.name)
-        parameters = {"sums": ptr, "sum_bytes": i64, "out": ptr, "out_bytes": i64, "tokens": i64, "columns": i64}
+        parameters = {
+            "sums": ptr,
+            "sum_bytes": i64,
+            "out": ptr,
+            "out_bytes": i64,
+            "tokens": i64,
+            "columns": i64,
+        }
         size = 4 if self.dtype == "f32" else 2
         with module.function(self.name, parameters) as (b, arg):
             whole = (arg.columns >> 4) << 4
@@ -79,7 +86,9 @@ class Finish:
                     values = sums.at(column * 4).load(vec(f32, GROUP))
                     out.at(column * size).store(self._convert(b, values))
                 with b.if_(whole < arg.columns):
-                    values = sums.at(whole * 4).load(vec(f32, GROUP))  # the sums' rows are padded to 16
+                    values = sums.at(whole * 4).load(
+                        vec(f32, GROUP)
+                    )  # the sums' rows are padded to 16
                     out.at(whole * size).store_masked(self._convert(b, values), arg.columns - whole)
         return str(module)
 

@@ -33,7 +33,9 @@ class Amx(TileIsa):
     def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
         tiles = tuple(BTile(group, 0, tokens) for group, tokens in enumerate(groups))
         if len(tiles) > 2 or blocks > 2:
-            raise ValueError(f"AMX multiplies at most 2 row blocks by 2 groups, got {blocks} × {groups}")
+            raise ValueError(
+                f"AMX multiplies at most 2 row blocks by 2 groups, got {blocks} × {groups}"
+            )
         return TilePlan(tuple(groups), blocks, rows=16, passes=(tiles,))
 
     def neighbours(self, groups: Sequence[int]) -> int:
@@ -83,7 +85,9 @@ class Amx(TileIsa):
     def dot(self, b: Builder, c: int, a: int, v: int) -> None:
         b.call("llvm.x86.tdpbf16ps", void, [_tile(c), _tile(a), _tile(v)])
 
-    def store(self, b: Builder, plan: TilePlan, c: int, tile: BTile, into: Value, row: Value) -> None:
+    def store(
+        self, b: Builder, plan: TilePlan, c: int, tile: BTile, into: Value, row: Value
+    ) -> None:
         b.call("llvm.x86.tilestored64", void, [_tile(c), into, b.const(i64, 4 * tile.tokens)])
 
 

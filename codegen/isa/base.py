@@ -102,5 +102,7 @@ class TileIsa(ABC):
         """C += A · B over one chunk."""
 
     @abstractmethod
-    def store(self, b: Builder, plan: TilePlan, c: Any, tile: BTile, into: Value, row: Value) -> None:
+    def store(
+        self, b: Builder, plan: TilePlan, c: Any, tile: BTile, into: Value, row: Value
+    ) -> None:
         """Write a C tile as rows `row`… of the layout's C of group `tile.group`, which begins at `into`."""

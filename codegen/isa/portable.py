@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from expertile.codegen import cpu
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value, i32, vec
 from expertile.codegen.isa.dot import DotIsa, Sums

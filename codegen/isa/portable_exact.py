@@ -44,7 +44,9 @@ class PortableExact(TileIsa):
     def prefetch_lines(self, plan: TilePlan) -> int:
         return 0
 
-    def accumulators(self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int) -> Value:
+    def accumulators(
+        self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int
+    ) -> Value:
         tile_memory = b.buffer(64 * GROUP)
         with b.loop(0, GROUP) as row:
             tile_memory.at(row * 64).store(b.zero(_Lanes))
@@ -77,7 +79,9 @@ class PortableExact(TileIsa):
             total = into.load(_Lanes) + chunk_sum
             into.store(_flush(b, total.bitcast(_Bits)))
 
-    def store(self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value, row: Value) -> None:
+    def store(
+        self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value, row: Value
+    ) -> None:
         with b.loop(0, GROUP) as feature:
             lanes = c.at(feature * 64).load(_Lanes)
             into.at(feature * (4 * tile.tokens)).store_masked(lanes, tile.tokens)

@@ -32,7 +32,9 @@ class WeightFormat(ABC):
         """Byte offset of output row `row` from the matrix's address."""
 
     @abstractmethod
-    def stage(self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int) -> None:
+    def stage(
+        self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int
+    ) -> None:
         """Write k = `first`…`end` of the first `rows` (≤ 16) rows of the block at address `block` to `into`.
 
         `first` is a multiple of 32. Rows are `stride` bytes apart there; what is missing to 16 rows and to a multiple

@@ -21,7 +21,9 @@ class RowMajor(WeightFormat):
     def row_offset(self, row: Value) -> Value:
         return row * self.row_bytes
 
-    def stage(self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int) -> None:
+    def stage(
+        self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int
+    ) -> None:
         full = first + (end - first) // CHUNK * CHUNK
         with b.loop(0, rows) as row:
             source, target = block.at(row * self.row_bytes), into.at(row * stride)

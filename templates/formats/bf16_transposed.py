@@ -27,15 +27,21 @@ class Transposed(WeightFormat):
     def row_offset(self, row: Value) -> Value:
         return row * self.column_bytes
 
-    def stage(self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int) -> None:
+    def stage(
+        self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int
+    ) -> None:
         full = first + (end - first) // CHUNK * CHUNK
         with b.loop(first, full, CHUNK) as k:
-            self._chunk(b, block.at(k * self.row_bytes), rows, CHUNK, into.at((k - first) * 2), stride)
+            self._chunk(
+                b, block.at(k * self.row_bytes), rows, CHUNK, into.at((k - first) * 2), stride
+            )
         if full < end:
             source, target = block.at(full * self.row_bytes), into.at(2 * (full - first))
             self._chunk(b, source, rows, end - full, target, stride)
 
-    def _chunk(self, b: Builder, source: Value, rows: int, ks: int, into: Value, stride: int) -> None:
+    def _chunk(
+        self, b: Builder, source: Value, rows: int, ks: int, into: Value, stride: int
+    ) -> None:
         """32 k's of 16 outputs: pairs of k's become words, then the words are transposed."""
         columns = [self._columns(b, source.at(k * self.row_bytes), rows) for k in range(ks)]
         columns += [b.zero(_Columns)] * (CHUNK - ks)

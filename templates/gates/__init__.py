@@ -1,7 +1,8 @@
 """Gate functions, one file each: what happens between the two projections, in fp32.
 
 A gate is a frozen value (it is part of a kernel's spec) with a name, its parameters, whether it has a gate half, and
-`emit`.  Adding one is adding a file that defines `GATE`, the gate with its usual parameters, and its name to `_MODULES`.
+`emit`.  Adding one is adding a file that defines `GATE`, the gate with its usual parameters, and its name to
+`_MODULES`.
 """
 
 from __future__ import annotations

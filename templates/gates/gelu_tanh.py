@@ -20,7 +20,9 @@ class GeluTanh(Gate):
 
     def emit(self, b: Builder, gate: Value | None, up: Value) -> Value:
         assert gate is not None
-        cubic = b.fmuladd(gate * gate, b.const(gate.type, 0.044715 * _SLOPE), b.const(gate.type, _SLOPE))
+        cubic = b.fmuladd(
+            gate * gate, b.const(gate.type, 0.044715 * _SLOPE), b.const(gate.type, _SLOPE)
+        )
         return gate * sigmoid(b, gate * cubic) * up
 
 
