@@ -303,7 +303,7 @@ class _Emitter:
         prefetcher: _Prefetcher,
     ) -> None:
         """All C tiles of a row block and a token block: every pass over k, for every part of the rows."""
-        b, isa, kernel = self.b, self.isa, self.kernel
+        b, kernel = self.b, self.kernel
         streaming = bool(tails) and kernel.tokens < MAX_TOKENS
         with b.loop(0, GROUP, plan.rows) as part:
             for tiles in plan.passes:

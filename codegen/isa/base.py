@@ -77,9 +77,11 @@ class TileIsa(ABC):
     def prefetch_lines(self, plan: TilePlan) -> int:
         """Cache lines of the next row block to ask for in each chunk step; 0 leaves it to the hardware."""
 
+    @abstractmethod
     def configure(self, b: Builder, plan: TilePlan) -> None:
-        """Prepare the machine for `plan`; on most there is nothing to prepare."""
+        """Prepare the machine for `plan`."""
 
+    @abstractmethod
     def release(self, b: Builder) -> None:
         """Leave the machine as it was found."""
 

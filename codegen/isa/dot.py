@@ -52,6 +52,12 @@ class DotIsa(TileIsa):
     def prefetch_lines(self, plan: TilePlan) -> int:
         return -(-plan.rows * plan.blocks // len(plan.passes))
 
+    def configure(self, b: Builder, plan: TilePlan) -> None:
+        """Vectors need no preparation."""
+
+    def release(self, b: Builder) -> None:
+        """Vectors leave nothing behind."""
+
     def accumulators(
         self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int
     ) -> list[list[Var]]:

@@ -44,6 +44,12 @@ class PortableExact(TileIsa):
     def prefetch_lines(self, plan: TilePlan) -> int:
         return 0
 
+    def configure(self, b: Builder, plan: TilePlan) -> None:
+        """Vectors need no preparation."""
+
+    def release(self, b: Builder) -> None:
+        """Vectors leave nothing behind."""
+
     def accumulators(
         self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int
     ) -> Value:
