@@ -28,7 +28,7 @@ INTEGERS = (
     # kernels there are: bit m-1 for m tokens
     "have_gate_up", "have_down",
     # threads and their scratch
-    "threads", "thread_scratch_bytes", "kernel_scratch_bytes",
+    "threads", "thread_scratch_bytes", "kernel_scratch_bytes", "row_unit",
     # set by the driver
     "active", "group_count", "gate_up_rows", "down_rows", "missing_gate_up", "missing_down", "bad_position",
 )  # fmt: skip

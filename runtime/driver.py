@@ -36,7 +36,7 @@ from expertile.codegen.ir import (
 from expertile.codegen.layouts import GROUP
 from expertile.runtime import call
 from expertile.runtime.call import field, read
-from expertile.templates.expert import MAX_TOKENS, ROW_UNIT
+from expertile.templates.expert import MAX_TOKENS
 
 _PARALLEL_FROM = 1 << 16
 """Weight elements a pass from which waking the other threads pays."""
@@ -49,12 +49,10 @@ _BLOCK_ROWS = 64
 """Rows that stay in L2 while an expert's token blocks take turns on them."""
 
 
-def sums_bytes(tokens: int) -> int:
+def sums_bytes(tokens: int, row_unit: int) -> int:
     """Per-thread bytes for the sums of a down item: `tokens` rows of as many columns as the plan allows."""
-    columns = max(
-        ROW_UNIT, min(_MOST_DOWN_ROWS, _SUMS_BYTES // (4 * tokens) // ROW_UNIT * ROW_UNIT)
-    )
-    return 4 * tokens * columns
+    fitting = _SUMS_BYTES // 4 // tokens // row_unit * row_unit
+    return 4 * tokens * max(row_unit, min(_MOST_DOWN_ROWS, fitting))
 
 
 def driver_ir() -> str:
@@ -183,12 +181,12 @@ class _Serial:
         b, f = self.b, self.f
         active = field(self.record, "active").load(i64)
         share = f.threads * 8
-        rows = _round_up(b, f.intermediate * active // share, ROW_UNIT)
+        rows = _round_up(b, f.intermediate * active // share, f.row_unit)
         rows = b.min(rows, _MOST_GATE_UP_ROWS)
         field(self.record, "gate_up_rows").store(rows)
-        columns = _round_up(b, f.hidden // (f.threads * 4), ROW_UNIT)
-        fitting = b.const(i64, _SUMS_BYTES // 4) // f.tokens // ROW_UNIT * ROW_UNIT
-        fitting = b.max(fitting, ROW_UNIT)
+        columns = _round_up(b, f.hidden // (f.threads * 4), f.row_unit)
+        fitting = b.const(i64, _SUMS_BYTES // 4) // f.tokens // f.row_unit * f.row_unit
+        fitting = b.max(fitting, f.row_unit)
         columns = b.min(b.min(columns, fitting), _MOST_DOWN_ROWS)
         field(self.record, "down_rows").store(columns)
         return active * f.hidden * f.intermediate
@@ -205,7 +203,7 @@ class _Serial:
                 b.call("body", void, [self.record])
 
 
-def _round_up(b: Builder, value: Value, unit: int) -> Value:
+def _round_up(b: Builder, value: Value, unit: Value) -> Value:
     return b.max((value + (unit - 1)) // unit * unit, unit)
 
 

@@ -44,7 +44,7 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
     shape = kernels.spec
     slots = tokens * top_k
     margin = 64  # layouts read up to a vector past the end
-    thread_bytes = _align(kernels.scratch_bytes) + _align(sums_bytes(tokens) + margin)
+    thread_bytes = _align(kernels.scratch_bytes) + _align(sums_bytes(tokens, kernels.row_unit) + margin)
     sizes = {
         "counters": call.COUNTERS * call.COUNTER_STRIDE,
         "counts": 8 * shape.experts,
@@ -65,45 +65,6 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
 
 def _align(size: int) -> int:
     return (size + 63) & ~63
-
-
-class Layer:
-    """Expert weights with their kernels: call it with hidden states and the router's choice.
-
-    It holds the tensors, not their addresses: an in-place change and a replaced `.data` are seen by the next call.
-    """
-
-    def __init__(
-        self,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate: str | Gate,
-        gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-        interleaved: bool,
-        transposed: bool,
-    ) -> None:
-        self._tensors = (gate_up, down, gate_up_bias, down_bias)
-        self._options = (gate, interleaved, transposed)
-
-    def __call__(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """`[T, H]` of x's dtype; see :func:`expertile.fused_experts`."""
-        gate_up, down, gate_up_bias, down_bias = self._tensors
-        gate, interleaved, transposed = self._options
-        return run(
-            x,
-            gate_up,
-            down,
-            topk_ids,
-            topk_weights,
-            gate,
-            gate_up_bias,
-            down_bias,
-            interleaved,
-            transposed,
-        )
 
 
 _prepared: dict[tuple[Any, ...], LayerKernels] = {}
@@ -179,11 +140,13 @@ def run(
         gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed
     )
     checks.routing(x, topk_ids, topk_weights, kernels.spec.hidden)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # the default may be elsewhere
     if x.shape[0] == 0:
         return out
     if top_k == 0:
-        return out.zero_()
+        # zero_() would want threads, which a forked child doesn't have.
+        ctypes.memset(out.data_ptr(), 0, out.nbytes)
+        return out
     weights = (
         gate_up.data_ptr(), gate_up.data_ptr() + kernels.up_offset, down.data_ptr(),
         *_bias_addresses(kernels, gate_up_bias), 0 if down_bias is None else down_bias.data_ptr(),
@@ -289,7 +252,7 @@ def _native(
             *strides,
             ids_size, checks.ROUTER_KINDS[router.dtype],
             gate_up.have, down.have,
-            threads, scratch.thread_bytes, _align(kernels.scratch_bytes),
+            threads, scratch.thread_bytes, _align(kernels.scratch_bytes), kernels.row_unit,
             0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
         status = _entry[0](space.record)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache
 
 from expertile.codegen import isa as isas
 from expertile.runtime import jit
@@ -68,7 +68,6 @@ class ExpertSpec:
         return 2 if gates.resolve(self.gate).gated else 1
 
 
-@dataclass(frozen=True)
 class LayerKernels:
     """The kernels of one layer shape, made as they are needed.
 
@@ -79,66 +78,45 @@ class LayerKernels:
     gate_up_row, down_row: bytes between two rows of the tensors as stored.
     """
 
-    spec: ExpertSpec
-    gate_up_row: int
-    down_row: int
-    isa: str
+    # Everything is made here, nothing lazily: threads must never see two tables, nor a forked child the lock of a
+    # cached property that another thread held.
+    def __init__(self, spec: ExpertSpec, gate_up_row: int, down_row: int, isa: str) -> None:
+        self.spec = spec
+        self.gate_up_row, self.down_row = gate_up_row, down_row
+        self.isa = isa
+        self.gate = gates.resolve(spec.gate)
+        self._step = 2 if spec.interleaved and self.gate.gated else 1
+        self.up_offset = self._up_offset()
+        self.gate_up_table, self.down_table = KernelTable(), KernelTable()
+        both = self.gate_up(1), self.down(1)
+        self.scratch_bytes = max(kernel.scratch_bytes for kernel in both)
+        """Per-thread scratch the expert kernels need."""
+        self.row_unit = max(kernel.row_unit for kernel in both)
+        """Rows are divided among threads in multiples of this."""
 
-    @cached_property
-    def gate(self) -> Gate:
-        """The gate function."""
-        return gates.resolve(self.spec.gate)
-
-    @cached_property
-    def up_offset(self) -> int:
+    def _up_offset(self) -> int:
         """Bytes from the first gate element to the first up element (0 without a gate half)."""
         if not self.gate.gated:
             return 0
         step = 2 if self.spec.transposed else self.gate_up_row
         return step if self.spec.interleaved else step * self.spec.intermediate
 
-    def _format(self, row: int, step: int) -> WeightFormat:
-        if self.spec.transposed:
-            return Transposed(row, 2 * step)
-        return RowMajor(row * step)
-
-    @cached_property
-    def _step(self) -> int:
-        return 2 if self.spec.interleaved and self.gate.gated else 1
-
     def gate_up(self, tokens: int) -> GateUp:
         """The spec of the gate/up kernel for `tokens` tokens."""
-        spec, format_ = self.spec, self._format(self.gate_up_row, self._step)
-        return GateUp(
-            self.isa,
-            spec.hidden,
-            spec.intermediate,
-            tokens,
-            format_,
-            spec.gate_up_bias,
-            self.gate,
-            self._step,
-        )
+        spec, row = self.spec, self.gate_up_row
+        format_: WeightFormat = RowMajor(row * self._step)
+        if spec.transposed:
+            format_ = Transposed(row, outputs=64, interleaved=self._step == 2)
+        shape = (self.isa, spec.hidden, spec.intermediate, tokens, format_, spec.gate_up_bias)
+        return GateUp(*shape, self.gate, self._step)
 
     def down(self, tokens: int) -> Down:
         """The spec of the down kernel for `tokens` tokens."""
-        spec, format_ = self.spec, self._format(self.down_row, 1)
+        spec, row = self.spec, self.down_row
+        format_: WeightFormat = RowMajor(row)
+        if spec.transposed:
+            format_ = Transposed(row, outputs=128, interleaved=False)
         return Down(self.isa, spec.intermediate, spec.hidden, tokens, format_, spec.down_bias)
-
-    @cached_property
-    def scratch_bytes(self) -> int:
-        """Per-thread scratch the expert kernels need."""
-        return max(kernel(1).scratch_bytes for kernel in (self.gate_up, self.down))
-
-    @cached_property
-    def gate_up_table(self) -> KernelTable:
-        """The gate/up kernels compiled so far."""
-        return KernelTable()
-
-    @cached_property
-    def down_table(self) -> KernelTable:
-        """The down kernels compiled so far."""
-        return KernelTable()
 
     def gather(self, dtype: str) -> int:
         """The address of the gather for hidden states of a dtype."""
@@ -172,12 +150,9 @@ class LayerKernels:
             self.finish(dtype)
         jit.driver()
 
-    def __hash__(self) -> int:
-        return hash((self.spec, self.gate_up_row, self.down_row, self.isa))
-
 
 class KernelTable:
-    """Addresses by number of tokens, as the driver reads them."""
+    """Addresses of the kernels compiled so far, by number of tokens, as the driver reads them."""
 
     def __init__(self) -> None:
         self._addresses = (ctypes.c_int64 * MAX_TOKENS)()
@@ -202,4 +177,5 @@ def contiguous(spec: ExpertSpec) -> LayerKernels:
     columns = spec.projections * spec.intermediate
     gate_up_row = 2 * (columns if spec.transposed else spec.hidden)
     down_row = 2 * (spec.hidden if spec.transposed else spec.intermediate)
-    return kernels(spec, gate_up_row, down_row, isas.select().name)
+    as_called = replace(spec, gate=gates.resolve(spec.gate))
+    return kernels(as_called, gate_up_row, down_row, isas.select().name)

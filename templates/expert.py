@@ -7,8 +7,8 @@ all of K.  The C tiles go to per-thread scratch that stays in L1, where the epil
     Down     sum[token] += router weight · (y + bias), as rows of tokens again
 
 They are specialised on the shape, the number of tokens, the weight format and the gate.  Rows are cut among threads at
-multiples of 32.  Row and k tails go through zero-padded scratch (see `formats.base`), so that a NaN in memory beside a
-row can't reach it.
+multiples of `row_unit`.  Row and k tails go through zero-padded scratch (see `formats.base`), so that a NaN in memory
+beside a row can't reach it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from expertile.templates.gates import Gate
 
 MAX_TOKENS = 32
 """Tokens of a block; an expert with more gets several blocks."""
-
-ROW_UNIT = 2 * GROUP
-"""Rows are divided among threads in multiples of this."""
 
 _TILE = 4 * GROUP * GROUP
 _EDGE = 64 * GROUP
@@ -65,9 +62,14 @@ class ExpertKernel(ABC):
         return 2 * CHUNK * chunks_of(self.inputs) + 64
 
     @property
+    def row_unit(self) -> int:
+        """Rows are divided among threads in multiples of this."""
+        return max(2 * GROUP, self.format.staged_rows)
+
+    @property
     def scratch_bytes(self) -> int:
         """Per-thread scratch: C tiles, k-tail tiles, staged blocks."""
-        return _C_BYTES + 2 * _EDGE + 2 * GROUP * self.panel_stride
+        return _C_BYTES + 2 * _EDGE + 2 * self.format.staged_rows * self.panel_stride
 
     @abstractmethod
     def parameters(self) -> dict[str, L.Type]: ...
@@ -255,42 +257,73 @@ class _Emitter:
     def _rows(self) -> None:
         kernel, b = self.kernel, self.b
         count = kernel.neighbours(self.isa)
-        step = GROUP * count
+        step = GROUP * count if kernel.format.direct else kernel.format.staged_rows
         whole = kernel.outputs // step * step
-        plan = self.isa.plan(self.groups, len(kernel.blocks(self.arg, b.const(i64, 0), count)))
+        matrices = len(kernel.blocks(self.arg, b.const(i64, 0), count))
+        plan = self.isa.plan(self.groups, matrices)
         self.isa.configure(b, plan)
         with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
-            self._row_block(plan, row, GROUP, count)
+            if kernel.format.direct:
+                self._direct(plan, row, count)
+            else:
+                self._staged(plan, row, step)
         with b.if_(self.arg.end_row.eq(kernel.outputs)):
-            alone = self.isa.plan(self.groups, plan.blocks // count)
-            for first in range(whole, kernel.outputs, GROUP):
-                rows = min(GROUP, kernel.outputs - first)
-                self._row_block(alone, b.const(i64, first), rows, 1)
+            self._last_rows(self.isa.plan(self.groups, matrices // count), whole)
             kernel.finish(self)
         self.isa.release(b)
 
-    def _row_block(self, plan: TilePlan, row: Value, rows: int, count: int) -> None:
-        kernel, b, format_ = self.kernel, self.b, self.kernel.format
-        addresses = kernel.blocks(self.arg, row, count)
-        edges, panels = self.arg.scratch.at(_C_BYTES), self.arg.scratch.at(_C_BYTES + 2 * _EDGE)
-        in_place = kernel.inputs // CHUNK * CHUNK
-        if format_.direct and rows == GROUP:
-            sources, stride = addresses, format_.row_bytes
-            tails = [edges.at(_EDGE * i) for i in range(len(addresses))]
-            if in_place < kernel.inputs:
-                for address, tail in zip(addresses, tails, strict=True):
-                    format_.stage(b, address, rows, in_place, kernel.inputs, tail, 64)
-            ahead = [address.at(GROUP * count * stride) for address in addresses]
-        else:
-            stride, in_place, ahead = kernel.panel_stride, CHUNK * chunks_of(kernel.inputs), []
-            sources = [panels.at(GROUP * stride * i) for i in range(len(addresses))]
-            for address, panel in zip(addresses, sources, strict=True):
-                format_.stage(b, address, rows, 0, kernel.inputs, panel, stride)
-            tails = []
+    def _last_rows(self, plan: TilePlan, whole: int) -> None:
+        """The rows from `whole` on, which are fewer than a step."""
+        kernel = self.kernel
+        if not kernel.format.direct:
+            if whole < kernel.outputs:
+                self._staged(plan, self.b.const(i64, whole), kernel.outputs - whole)
+            return
+        for first in range(whole, kernel.outputs, GROUP):
+            row = self.b.const(i64, first)
+            if first + GROUP <= kernel.outputs:
+                self._direct(plan, row, 1)
+            else:
+                self._staged(plan, row, kernel.outputs - first)
+
+    def _direct(self, plan: TilePlan, row: Value, count: int) -> None:
+        """`count` neighbouring blocks of 16 rows, read where they are; only the last k's are staged."""
+        kernel, format_ = self.kernel, self.kernel.format
+        sources = kernel.blocks(self.arg, row, count)
+        edges = self.arg.scratch.at(_C_BYTES)
+        tails = [edges.at(_EDGE * i) for i in range(len(sources))]
+        whole = kernel.inputs // CHUNK * CHUNK
+        if whole < kernel.inputs:
+            format_.stage(self.b, sources, GROUP, whole, kernel.inputs, tails, 64)
+        ahead = [source.at(GROUP * count * format_.row_bytes) for source in sources]
         with self.token_blocks() as block:
             prefetcher = _Prefetcher(self, plan, row, ahead)
-            self._multiply(plan, block, sources, stride, in_place // CHUNK, tails, prefetcher)
-            kernel.epilogue(self, row, rows, count, block)
+            stride, chunks = format_.row_bytes, whole // CHUNK
+            self._multiply(plan, block, sources, stride, chunks, tails, prefetcher)
+            kernel.epilogue(self, row, GROUP, count, block)
+
+    def _staged(self, plan: TilePlan, row: Value, rows: int) -> None:
+        """Up to `staged_rows` rows, written to scratch as plain rows first."""
+        kernel, b = self.kernel, self.b
+        panels = self.arg.scratch.at(_C_BYTES + 2 * _EDGE)
+        stride = kernel.panel_stride
+        sources = kernel.blocks(self.arg, row, 1)
+        bases = [panels.at(kernel.format.staged_rows * stride * i) for i in range(len(sources))]
+        kernel.format.stage(b, sources, rows, 0, kernel.inputs, bases, stride)
+
+        def compute(first: Value, valid: int) -> None:
+            blocks = [base.at(first * stride) for base in bases]
+            with self.token_blocks() as block:
+                nothing = _Prefetcher(self, plan, row, [])
+                chunks = chunks_of(kernel.inputs)
+                self._multiply(plan, block, blocks, stride, chunks, [], nothing)
+                kernel.epilogue(self, row + first, valid, 1, block)
+
+        whole, rest = rows // GROUP * GROUP, rows % GROUP
+        with b.loop(0, whole, GROUP) as first:
+            compute(first, GROUP)
+        if rest:
+            compute(b.const(i64, whole), rest)
 
     def _multiply(
         self,

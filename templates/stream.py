@@ -19,6 +19,7 @@ LINE = 64
 
 _Line = vec(i64, LINE // 8)
 _LineBytes = vec(i8, LINE)
+_BLOCK = GROUP * LINE
 _SUMS = 16
 
 
@@ -122,12 +123,12 @@ class TileRead:
 class Multiply:
     """Multiply a tile or what an ISA holds at once `amount` times, without loading anything in between.
 
-    `address` holds `OPERAND_BYTES` bytes of finite bf16 numbers, and is overwritten with the products.
+    `address` has two blocks of 16 weight rows, then two of 16 tokens, and gets up to four of products: 4 KiB.
     """
 
     isa: str
 
-    OPERAND_BYTES = 64 * MAX_TOKENS * 2
+    OPERAND_BYTES = 4 * _BLOCK
 
     @property
     def name(self) -> str:
@@ -155,17 +156,16 @@ class Multiply:
                 [isa.accumulators(b, plan, tile, i, j) for j, tile in enumerate(tiles)]
                 for i in blocks
             ]
-            a = [isa.load_a(b, plan, i, at, LINE, False) for i in blocks]
-            v = [isa.load_b(b, plan, tile, j, at) for j, tile in enumerate(tiles)]
+            a = [isa.load_a(b, plan, i, at.at(_BLOCK * i), LINE, False) for i in blocks]
+            v = [isa.load_b(b, plan, t, j, at.at(_BLOCK * (2 + j))) for j, t in enumerate(tiles)]
             with b.loop(0, arg.steps):
                 for i in blocks:
                     for j in range(len(tiles)):
                         isa.dot(b, c[i][j], a[i], v[j])
             for i in blocks:
                 for j, tile in enumerate(tiles):
-                    isa.store(
-                        b, plan, c[i][j], tile, at.at(LINE * GROUP * (i + 2 * j)), b.const(i64, 0)
-                    )
+                    into = at.at(_BLOCK * (i + 2 * j))
+                    isa.store(b, plan, c[i][j], tile, into, b.const(i64, 0))
             isa.release(b)
             b.ret(0)
         return str(module)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertile.codegen.ir import Builder, Value, i16, vec
-from expertile.codegen.layouts import CHUNK, GROUP
+from expertile.codegen.layouts import CHUNK, GROUP, chunks_of
 from expertile.templates.formats.base import WeightFormat
 
 _Row = vec(i16, CHUNK)
@@ -22,16 +23,23 @@ class RowMajor(WeightFormat):
         return row * self.row_bytes
 
     def stage(
-        self, b: Builder, block: Value, rows: int, first: int, end: int, into: Value, stride: int
+        self,
+        b: Builder,
+        sources: Sequence[Value],
+        rows: int,
+        first: int,
+        end: int,
+        into: Sequence[Value],
+        stride: int,
     ) -> None:
         full = first + (end - first) // CHUNK * CHUNK
-        with b.loop(0, rows) as row:
-            source, target = block.at(row * self.row_bytes), into.at(row * stride)
-            with b.loop(first, full, CHUNK) as k:
-                target.at((k - first) * 2).store(source.at(k * 2).load(_Row))
-            if full < end:
-                tail = source.at(2 * full).load_masked(_Row, end - full)
-                target.at(2 * (full - first)).store(tail)
-        padded = -(-(end - first) // CHUNK) * CHUNK
-        with b.loop(rows, GROUP) as row, b.loop(0, padded, CHUNK) as k:
-            into.at(row * stride + k * 2).store(b.zero(_Row))
+        for block, panel in zip(sources, into, strict=True):
+            with b.loop(0, rows) as row:
+                source, target = block.at(row * self.row_bytes), panel.at(row * stride)
+                with b.loop(first, full, CHUNK) as k:
+                    target.at((k - first) * 2).store(source.at(k * 2).load(_Row))
+                if full < end:
+                    tail = source.at(2 * full).load_masked(_Row, end - full)
+                    target.at(2 * (full - first)).store(tail)
+            with b.loop(rows, GROUP) as row, b.loop(0, chunks_of(end - first)) as chunk:
+                panel.at(row * stride + chunk * (2 * CHUNK)).store(b.zero(_Row))
