@@ -28,9 +28,13 @@ from expertile.templates.gates import Gate, by_name
 
 try:
     from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+
+    _DECORATOR = inspect.signature(use_experts_implementation).parameters
+    if "is_concatenated" not in _DECORATOR:  # nor does set_experts_implementation take our name
+        raise ImportError("the installed version is too old")
 except ImportError as error:
     raise ImportError(
-        "expertile.transformers needs Transformers 5.0 or later, which cannot be imported: "
+        f"expertile.transformers needs Transformers 5.7 or later ({error}): "
         "pip install 'expertile[transformers]'"
     ) from error
 
@@ -147,10 +151,9 @@ def _read_flags(module: nn.Module) -> dict[str, bool]:
     if flags["has_post_expert_norm"]:
         _refuse(module, "has_post_expert_norm is True, and a norm after each expert is unsupported")
     # A later Transformers may set more flags: one at its default says that nothing is new here.
-    decorator = inspect.signature(use_experts_implementation).parameters
     for name, value in vars(module).items():
         if name.startswith(("has_", "is_")) and name not in _FLAGS:
-            default = decorator[name].default if name in decorator else False
+            default = _DECORATOR[name].default if name in _DECORATOR else False
             if value != default:
                 _refuse(module, f"{name} is {value!r}, and this flag is unknown")
     return flags

@@ -488,14 +488,13 @@ def _store_configuration(state: int, to: int) -> None:
 
 @njit
 def _load_tile(state: int, tile: int, memory: int, stride: int) -> None:
-    """TILELOADD, from start_row on: 0, unless LDTILECFG was given another."""
-    row_bytes = _row_bytes(state, tile)
+    """TILELOADD, from start_row on: 0, unless LDTILECFG was given another.
+
+    The SDM zeroes what is outside of the shape.  It is zero: LDTILECFG, which alone changes the
+    shape, has cleared all tiles, and no instruction writes there.
+    """
     for row in range(_u8(state + 1), _rows(state, tile)):
-        inside = _data(state, tile) + 64 * row
-        _copy(inside, memory + stride * row, row_bytes)
-        _clear(inside + row_bytes, 64 - row_bytes)
-    rows = _rows(state, tile)
-    _clear(_data(state, tile) + 64 * rows, 64 * (16 - rows))
+        _copy(_data(state, tile) + 64 * row, memory + stride * row, _row_bytes(state, tile))
 
 
 @njit
@@ -612,9 +611,12 @@ def _on_sigill(_number: int, _information: int, context: int) -> None:
     _load_mxcsr(_memory_at() + _MXCSR)
     gregs = context + _GREGS
     fault, following = _execute(_i64(gregs + _RIP), gregs)
-    if fault == Fault.NONE:
+    while fault == Fault.NONE:
         _store(gregs + _RIP, following)
-        return
+        # The trap is most of the cost: run the AMX instructions that follow directly in the same.
+        fault, following = _execute(following, gregs)
+        if fault == Fault.NOT_AMX:
+            return
     _write(2, _memory_at() + _MESSAGES_AT + 96 * fault, _MESSAGE_LENGTHS[fault.value])
     # SIGILL is blocked in its own handler: raised here, it ends the process on return.
     _signal(_SIGNALS[fault.value], 0)  # SIG_DFL
