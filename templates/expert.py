@@ -295,7 +295,7 @@ class _Emitter:
         whole = kernel.inputs // CHUNK * CHUNK
         if whole < kernel.inputs:
             format_.stage(self.b, sources, GROUP, whole, kernel.inputs, tails, 64)
-        ahead = [source.at(GROUP * count * format_.row_bytes) for source in sources]
+        ahead = [source.at(plan.rows * count * format_.row_bytes) for source in sources]
         with self.token_blocks() as block:
             prefetcher = _Prefetcher(self, plan, row, ahead)
             stride, chunks = format_.row_bytes, whole // CHUNK
@@ -384,25 +384,27 @@ class _Pass:
 
 
 class _Prefetcher:
-    """Asks for the next row block, in memory order, while the current one is multiplied.
+    """Asks for the rows to come, in memory order, while the current ones are multiplied.
 
-    Memory order matters: cache lines along a row stream, one line a row does not. The position is clamped to the end
-    of the rows, where asking again costs nothing.
+    The rows of an A tile are read side by side, so what is ahead of them begins one tile further. Memory order matters:
+    cache lines along a row stream, one line a row does not. The position is clamped to the end of the rows, where
+    asking again costs nothing.
     """
 
     def __init__(self, e: _Emitter, plan: TilePlan, row: Value, ahead: list[Value]) -> None:
         lines = e.isa.prefetch_lines(plan)
         self.b = e.b
         self.ahead = ahead if lines else []
-        self.lines = -(-lines // max(1, len(ahead)))
         if not self.ahead:
             return
-        left = e.b.max((e.arg.end_row - row) * e.kernel.format.row_bytes - 64 * self.lines, 0)
-        rows = GROUP * (len(ahead) if isinstance(e.kernel, Down) else 1)
-        self.last = e.b.max(left - rows * e.kernel.format.row_bytes, 0)
+        self.lines = -(-lines // len(ahead))
+        rows = plan.rows * (len(ahead) if isinstance(e.kernel, Down) else 1)
+        left = (e.arg.end_row - row - rows) * e.kernel.format.row_bytes
+        self.last = e.b.max(left - 64 * self.lines, 0)
         self.offset: Var = e.b.var(i64, 0)
 
     def step(self) -> None:
+        """What goes with one chunk."""
         if not self.ahead:
             return
         offset = self.offset.get()
