@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _calls = 0
 
 
 def calls() -> int:
-    """Native layer calls in this process so far."""
+    """Native layer calls in this process so far (two that end at the same moment in two threads may count as one)."""
     return _calls
 
 
@@ -39,6 +40,7 @@ class _Scratch:
     size: int
 
 
+@lru_cache(maxsize=4096)
 def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _Scratch:
     """O(tokens · top_k · (H + I)) and, for each thread, the kernels' scratch and the sums of a down item."""
     shape = kernels.spec
@@ -242,7 +244,7 @@ def _native(
     while True:
         space.write(
             x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *weights,
-            kernels.gather(dtype), kernels.finish(dtype), gate_up.address, down.address,
+            *kernels.ends(dtype), gate_up.address, down.address,
             *((omp.parallel, omp.barrier, omp.thread_number, omp.team_size) if omp else (0, 0, 0, 0)),
             *(base + offset for offset in scratch.offsets),
             ids.shape[0], ids.shape[1], shape.experts, shape.hidden, shape.intermediate,

@@ -88,6 +88,7 @@ class LayerKernels:
         self._step = 2 if spec.interleaved and self.gate.gated else 1
         self.up_offset = self._up_offset()
         self.gate_up_table, self.down_table = KernelTable(), KernelTable()
+        self._ends: dict[str, tuple[int, int]] = {}
         both = self.gate_up(1), self.down(1)
         self.scratch_bytes = max(kernel.scratch_bytes for kernel in both)
         """Per-thread scratch the expert kernels need."""
@@ -118,13 +119,13 @@ class LayerKernels:
             format_ = Transposed(row, outputs=128, interleaved=False)
         return Down(self.isa, spec.intermediate, spec.hidden, tokens, format_, spec.down_bias)
 
-    def gather(self, dtype: str) -> int:
-        """The address of the gather for hidden states of a dtype."""
-        return jit.address(Gather(self.isa, self.spec.hidden, dtype))
-
-    def finish(self, dtype: str) -> int:
-        """The address of the kernel that writes the output in a dtype."""
-        return jit.address(Finish(self.isa, dtype))
+    def ends(self, dtype: str) -> tuple[int, int]:
+        """The addresses of the gather and of the finish for hidden states of a dtype."""
+        found = self._ends.get(dtype)
+        if found is None:
+            gather, finish = Gather(self.isa, self.spec.hidden, dtype), Finish(self.isa, dtype)
+            found = self._ends[dtype] = jit.address(gather), jit.address(finish)
+        return found
 
     def add(self, gate_up: int, down: int) -> None:
         """Compile the kernels whose bits (token count - 1) are set."""
@@ -146,8 +147,7 @@ class LayerKernels:
             bits |= (1 << (MAX_TOKENS - 1) if full else 0) | (1 << (rest - 1) if rest else 0)
         self.add(bits, bits)
         for dtype in DTYPES:
-            self.gather(dtype)
-            self.finish(dtype)
+            self.ends(dtype)
         jit.driver()
 
 
