@@ -481,10 +481,16 @@ class _Callee:
 
 
 class Module:
-    """One compilation unit: functions by name; `str()` of it is the IR."""
+    """One compilation unit: functions by name; `str()` of it is the IR.
 
-    def __init__(self, name: str) -> None:
+    tuning: the processor whose scheduling model LLVM should use, if not that of the machine it compiles for.
+    """
+
+    def __init__(self, name: str, tuning: str | None = None) -> None:
         self.name = name
+        self._attributes = [*_FUNCTION_ATTRIBUTES]
+        if tuning is not None:
+            self._attributes.append(f'"tune-cpu"="{tuning}"')
         self._module = L.Module(name)
 
     @contextmanager
@@ -498,7 +504,7 @@ class Module:
     ) -> Iterator[tuple[Builder, SimpleNamespace]]:
         """Define a function; the body gets a builder and the arguments by name. A void one returns by itself."""
         function = L.Function(self._module, L.FunctionType(returns, parameters.values()), name)
-        for attribute in _FUNCTION_ATTRIBUTES:
+        for attribute in self._attributes:
             set.add(
                 function.attributes, attribute
             )  # llvmlite's own add() knows no string attributes

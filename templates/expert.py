@@ -217,7 +217,7 @@ class _Emitter:
         self.kernel = kernel
         self.isa = isas.by_name(kernel.isa)
         self.groups = groups_of(kernel.tokens)
-        self.module = Module(kernel.name)
+        self.module = Module(kernel.name, self.isa.tuning)
         with self.module.function(kernel.name, kernel.parameters()) as (self.b, self.arg):
             self._rows()
 

@@ -100,7 +100,8 @@ class TileRead:
 
     def ir(self) -> str:
         """The kernel as LLVM IR."""
-        isa, module = isas.by_name(self.isa), Module(self.name)
+        isa = isas.by_name(self.isa)
+        module = Module(self.name, isa.tuning)
         plan = isa.plan((1,), 1)
         with module.function(self.name, {"address": ptr, "bytes": i64}, returns=i64) as (b, arg):
             whole = arg.bytes // self.block_bytes * self.block_bytes
@@ -146,7 +147,8 @@ class Multiply:
 
     def ir(self) -> str:
         """The kernel as LLVM IR."""
-        (isa, plan), module = self._plan(), Module(self.name)
+        isa, plan = self._plan()
+        module = Module(self.name, isa.tuning)
         tiles = plan.passes[0]
         with module.function(self.name, {"address": ptr, "steps": i64}, returns=i64) as (b, arg):
             isa.configure(b, plan)

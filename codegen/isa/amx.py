@@ -22,6 +22,9 @@ class Amx(TileIsa):
     name = "amx"
     layout = PairLayout()
     summary = "AMX tiles, TDPBF16PS"
+    # Some processor models make LLVM break anti-dependencies after register allocation, by renaming registers: tiles
+    # too, and then a tile has another tile's shape. A virtual machine may name such a processor on a CPU with AMX.
+    tuning = "sapphirerapids"
 
     def unavailable(self) -> str | None:
         status = cpu.amx_status()

@@ -56,6 +56,8 @@ class TileIsa(ABC):
     layout: ClassVar[OperandLayout]
     summary: ClassVar[str]
     """One line for `expertile doctor`."""
+    tuning: ClassVar[str | None] = None
+    """The processor model that LLVM must schedule for, where the host's may not do."""
 
     @abstractmethod
     def unavailable(self) -> str | None:

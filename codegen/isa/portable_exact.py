@@ -78,8 +78,7 @@ class PortableExact(TileIsa):
                 for half, sum_ in enumerate(sums):
                     bits = b.splat(weight.at(2 * half).load(i16).zext(i32), GROUP) << 16
                     token = (words << 16) if half == 0 else (words >> 16) << 16
-                    product = b.fma(_flush(b, bits), _flush(b, token), sum_.get())
-                    sum_.set(_flush(b, product.bitcast(_Bits)))
+                    sum_.set(_fma(b, _flush(b, bits), _flush(b, token), sum_.get()))
             into = c.at(row * 64)
             chunk_sum = _flush(b, (sums[0].get() + sums[1].get()).bitcast(_Bits))
             total = into.load(_Lanes) + chunk_sum
@@ -91,6 +90,24 @@ class PortableExact(TileIsa):
         with b.loop(0, GROUP) as feature:
             lanes = c.at(feature * 64).load(_Lanes)
             into.at(feature * (4 * tile.tokens)).store_masked(lanes, tile.tokens)
+
+
+def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    """x·y + z rounded once, then flushed as x86 does: by what the result would be with an unbounded exponent.
+
+    The two differ only where rounding to a denormal's precision gives the smallest normal number: there the sum is
+    formed again 2^32 times larger. The factor goes to x or, if x is large, to y; neither can overflow where it matters,
+    because a sum that small of terms that large would be exact.
+    """
+    result = b.fma(x, y, z)
+    small = b.unary("fabs", x) < 1.0
+    scale, smallest = 2.0**32, 2.0**-126
+    larger = b.fma(b.select(small, x * scale, x), b.select(small, y, y * scale), z * scale)
+    tiny = b.unary("fabs", larger) < smallest * scale
+    on_edge = b.unary("fabs", result).eq(smallest)
+    sign = result.bitcast(_Bits) & b.const(_Bits, -0x80000000)
+    zero = sign.bitcast(_Lanes)
+    return b.select(on_edge & tiny, zero, _flush(b, result.bitcast(_Bits)))
 
 
 def _flush(b: Builder, bits: Value) -> Value:

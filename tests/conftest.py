@@ -1,0 +1,38 @@
+"""What the tests share: kernels cached between runs, the ISAs, hypothesis profiles.
+
+Profiles, for --hypothesis-profile: `dev` (a quick look, the default), `ci` (the same examples every time, the default
+where CI is set) and `long` (an hour or so).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import oracle
+import pytest
+from hypothesis import settings
+
+from expertile.codegen import isa as isas
+
+settings.register_profile("dev", deadline=None, max_examples=8)
+settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, database=None)
+settings.register_profile("long", deadline=None, max_examples=1000)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep kernels between test runs, in pytest's cache rather than the user's."""
+    if "EXPERTILE_CACHE_DIR" not in os.environ and config.cache is not None:
+        os.environ["EXPERTILE_CACHE_DIR"] = str(config.cache.mkdir("kernels"))
+
+
+@pytest.fixture(scope="module", params=isas.names())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each ISA that this machine has, by name; layers run on it."""
+    name: str = request.param
+    reason = isas.by_name(name).unavailable()
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+    with oracle.running(name):
+        yield name
