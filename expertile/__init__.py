@@ -17,8 +17,9 @@ from expertile.codegen.errors import CodegenError
 from expertile.runtime import layer as _layer
 from expertile.runtime import operator as _operator
 from expertile.runtime import spec as _spec
+from expertile.runtime.bound import Layer
 from expertile.runtime.errors import ArgumentError, DtypeError, ExpertileError
-from expertile.runtime.layer import Layer, calls
+from expertile.runtime.layer import calls
 from expertile.runtime.spec import ExpertSpec
 from expertile.templates.gates import Gate
 from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp
@@ -74,8 +75,7 @@ def fused_experts(
     Raises ArgumentError (a ValueError) or DtypeError (a TypeError) naming the argument; an id outside -1…E-1 is an
     ArgumentError too. At most 64 expert kernels are compiled for a layer shape, 32 row counts × 2 projections.
     """
-    call = _operator.traced if torch.compiler.is_compiling() else _layer.run
-    return call(
+    return _operator.fused_experts(
         x,
         gate_up,
         down,

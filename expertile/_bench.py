@@ -102,6 +102,10 @@ def shape_from(text: str) -> Shape:
         raise typer.BadParameter(
             f"expected hidden x intermediate x experts x top-k, such as 2048x768x128x8, or one of {known}; got {text!r}"
         ) from None
+    if min(hidden, intermediate) < 1 or not 1 <= top_k <= experts:
+        raise typer.BadParameter(
+            f"expected sizes of at least 1 and no more of top-k than experts; got {text!r}"
+        )
     return Shape(text, hidden, intermediate, experts, top_k)
 
 
@@ -445,12 +449,12 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        return sorted({int(number) for number in text.split(",")})
-    except ValueError:
+    numbers = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
+    if 0 in numbers:
         raise typer.BadParameter(
-            f"expected numbers with commas between, such as 1,2,4; got {text!r}"
-        ) from None
+            f"expected numbers from 1 with commas between, such as 1,2,4; got {text!r}"
+        )
+    return sorted(numbers)
 
 
 def bench(
@@ -479,7 +483,7 @@ def bench(
     from rich.console import Console
 
     console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
-    shapes = [shape_from(text) for text in shape or SHAPES]
+    shapes, sizes = [shape_from(text) for text in shape or SHAPES], _numbers(tokens)
     count = threads or torch.get_num_threads()
     report: Json = {"machine": machine(count), "shapes": []}
     console.print(_machine_table(report["machine"]))
@@ -489,7 +493,7 @@ def bench(
             with console.status(f"measuring {each.name}"):
                 report["shapes"].append(
                     measure(
-                        each, _numbers(tokens), gib=gib, seconds=seconds / len(shapes), threads=count,
+                        each, sizes, gib=gib, seconds=seconds / len(shapes), threads=count,
                         others=others if each.name == PEER_SHAPE else {},
                     )
                 )  # fmt: skip

@@ -40,6 +40,11 @@ def tensor(
     if value.dtype not in dtypes:
         got = str(value.dtype).removeprefix("torch.")
         raise DtypeError(f"{name}: expected {_names(dtypes)}, got {got}{how}")
+    no_grad(name, value)
+
+
+def no_grad(name: str, value: torch.Tensor) -> None:
+    """Raise if autograd would record what happens to `value`."""
     if torch.is_grad_enabled() and value.requires_grad:
         raise ArgumentError(
             f"{name}: requires grad, but Expertile computes inference only; call it under torch.no_grad() or "

@@ -46,7 +46,9 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
     shape = kernels.spec
     slots = tokens * top_k
     margin = 64  # layouts read up to a vector past the end
-    thread_bytes = _align(kernels.scratch_bytes) + _align(sums_bytes(tokens, kernels.row_unit) + margin)
+    thread_bytes = _align(kernels.scratch_bytes) + _align(
+        sums_bytes(tokens, kernels.row_unit) + margin
+    )
     sizes = {
         "counters": call.COUNTERS * call.COUNTER_STRIDE,
         "counts": 8 * shape.experts,
@@ -181,12 +183,10 @@ def _chunks(
     """Run the layer on as many tokens at a time as the scratch cap allows."""
     tokens, top_k = ids.shape
     threads = openmp.threads()
-    scratch = _scratch(kernels, tokens, top_k, threads)
+    size = _scratch(kernels, tokens, top_k, threads).size
     step = tokens
-    if scratch.size > SCRATCH_CAP and tokens > LEAST_CHUNK:
-        per_token = scratch.size / tokens
-        step = max(LEAST_CHUNK, int(SCRATCH_CAP / per_token))
-        scratch = _scratch(kernels, step, top_k, threads)
+    if size > SCRATCH_CAP and tokens > LEAST_CHUNK:
+        step = max(LEAST_CHUNK, SCRATCH_CAP * tokens // size)
     space = workspace.acquire()
     try:
         for first in range(0, tokens, step):
@@ -195,6 +195,8 @@ def _chunks(
             arguments = (
                 (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
             )
+            # Its own for the last chunk: with fewer tokens the sums of a down item may take more.
+            scratch = _scratch(kernels, min(step, tokens - first), top_k, threads)
             try:
                 _native(kernels, space, scratch, threads, *arguments, weights, strides)
             except _BadId as error:

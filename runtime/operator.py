@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from expertile.runtime import layer
+from expertile.runtime import checks, layer
 from expertile.runtime.errors import ArgumentError
 from expertile.templates import gates
 from expertile.templates.gates import Gate
@@ -82,7 +83,28 @@ def _compute(
     )
 
 
-def _fake(x: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+def _fake(
+    x: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_bias: Sequence[torch.Tensor],
+    down_bias: Sequence[torch.Tensor],
+    *settings: object,
+    **more_settings: object,
+) -> torch.Tensor:
+    # A compiled graph runs the operator with autograd already off: only here can training be refused.
+    for name, tensors in {
+        "x": [x],
+        "gate_up": gate_up,
+        "down": down,
+        "topk_weights": [topk_weights],
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }.items():
+        for tensor in tensors:
+            checks.no_grad(name, tensor)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -90,7 +112,18 @@ _library.impl("fused_experts", _compute, "CPU")
 torch.library.register_fake("expertile::fused_experts", _fake, lib=_library)
 
 
-def traced(
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+"""Types of arguments whose data is where `data_ptr()` says."""
+
+
+def _subclassed(tensors: Sequence[object]) -> bool:
+    """Whether there are subclasses among tensors; what is no tensor at all is for the checks."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return False
+    return all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors)
+
+
+def fused_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -102,7 +135,41 @@ def traced(
     interleaved: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    """:func:`expertile.runtime.layer.run` as a call of the operator, for torch.compile to record."""
+    """:func:`expertile.runtime.layer.run`, directly, or as a call of the operator where PyTorch must see it.
+
+    That is while torch.compile, torch.export or a dispatch mode (fake tensors, make_fx) records, and for subclasses of
+    Tensor, which may have no data at all.
+    """
+    tensors = (x, gate_up, down, topk_ids, topk_weights, gate_up_bias, down_bias)
+    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    call = _record if recording or _subclassed(tensors) else layer.run
+    return call(
+        x,
+        gate_up,
+        down,
+        topk_ids,
+        topk_weights,
+        gate,
+        gate_up_bias,
+        down_bias,
+        interleaved,
+        transposed,
+    )
+
+
+def _record(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: str | Gate,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    interleaved: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """A call of the operator."""
     name = gate if isinstance(gate, str) else gate.name
     values = [] if isinstance(gate, str) else parameters(gate)
     output = torch.ops.expertile.fused_experts(

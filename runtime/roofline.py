@@ -30,7 +30,7 @@ _ITEM_BYTES = 1 << 20
 """About what the layer's driver gives a thread at a time."""
 _SAMPLE_BYTES = 256 << 20
 """Read in a sample."""
-_MULTIPLY_STEPS = 1 << 12
+_MULTIPLY_STEPS = 1 << 14
 _MULTIPLY_ITEMS = 64
 _SAMPLE_SECONDS = 0.02
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 40

@@ -25,14 +25,15 @@ class Workspace:
     def __init__(self) -> None:
         self._record = ctypes.create_string_buffer(_RECORD.size)
         self.record = ctypes.addressof(self._record)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size: int) -> int:
         """The address, a multiple of 64, of at least `size` bytes."""
         if self._buffer.numel() < size + 64:
-            self._buffer = torch.empty(size + 64, dtype=torch.uint8)
+            self._buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
         if _POISON:
-            self._buffer.fill_(0xFF)  # NaN as bf16 and as fp32
+            # NaN as bf16 and as fp32; fill_() would want threads, which a forked child doesn't have
+            ctypes.memset(self._buffer.data_ptr(), 0xFF, self._buffer.nbytes)
         return (self._buffer.data_ptr() + 63) & ~63
 
     @property

@@ -16,7 +16,7 @@ from hypothesis import settings
 from expertile.codegen import isa as isas
 
 settings.register_profile("dev", deadline=None, max_examples=8)
-settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, database=None)
+settings.register_profile("ci", deadline=None, max_examples=15, derandomize=True, database=None)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 

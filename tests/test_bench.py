@@ -1,0 +1,214 @@
+"""The roofline's kernels read what they claim to read, and the bench reports what it measures."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from expertile import _bench
+from expertile.codegen import isa as isas
+from expertile.runtime import jit, openmp, roofline
+from expertile.templates.stream import Multiply, VectorRead
+
+READS = [
+    VectorRead(1, 4096, 4),
+    VectorRead(1, 4096, 16, 2048),
+    VectorRead(8, 128, 1),
+    VectorRead(16, 1536, 1, 512),
+]
+
+
+def _bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8)
+
+
+def _xor(data: torch.Tensor) -> int:
+    padded = np.zeros(-(-data.numel() // 8) * 8, np.uint8)
+    padded[: data.numel()] = data.numpy()
+    return int(np.bitwise_xor.reduce(padded.view(np.int64)))
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda read: read.name)
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, 24576, 100_003])
+def test_a_read_covers_every_byte_and_no_other(read: VectorRead, size: int) -> None:
+    data = _bytes(size + 64)[: size + 3]
+    items = np.array([(data.data_ptr() + 3, size)], np.int64)  # aligned to nothing
+    assert roofline.run(jit.address(read), items, 1) == _xor(data[3:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_all_items_run_once_on_any_number_of_threads(threads: int) -> None:
+    if threads > 1 and openmp.runtime() is None:
+        pytest.skip("no OpenMP runtime")
+    read = READS[2]
+    regions = [_bytes(3 << 20), _bytes(1000), _bytes((1 << 20) + 24)]
+    items = roofline.divide(regions, read.block_bytes)
+    assert items[:, 1].sum() == sum(region.numel() for region in regions)
+    expected = np.bitwise_xor.reduce([_xor(region) for region in regions])
+    assert roofline.run(jit.address(read), items, threads) == expected
+
+
+def test_probes_read_on_where_the_last_sample_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_SAMPLE_BYTES", 2 << 20)
+    monkeypatch.setattr(roofline, "_SAMPLE_SECONDS", 1e-9)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        roofline, "run", lambda kernel, items, threads: seen.extend(map(tuple, items.tolist()))
+    )
+    region = torch.zeros(5 << 20, dtype=torch.uint8).view(-1, 4096)
+    probe, *_ = roofline.reads([region], 1).values()
+    for number in range(5):
+        probe.sample(number)
+    assert set(seen) == set(map(tuple, roofline.divide([region], 4096).tolist()))
+
+
+_TILES = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+import amx_emulator
+from expertile.codegen import cpu
+from expertile.codegen.compiler import Target, compile_ir
+from expertile.runtime import roofline
+from expertile.templates.stream import Multiply, TileRead
+
+if amx_emulator.needed():
+    amx_emulator.install()
+else:
+    cpu.request_amx_permission()
+host, amx = cpu.host(), {"amx-tile", "amx-bf16", "amx-int8"}
+features = {feature for feature in host.features if feature[1:] not in amx}
+target = Target(host.cpu, tuple(sorted(features | {"+" + name for name in amx})), host.triple)
+
+def run(kernel, address, amount):
+    compiled = compile_ir(kernel.name, kernel.ir(), target)
+    return roofline.run(compiled.address, np.array([(address, amount)], np.int64), 1)
+
+data = np.zeros(2 * 16 * 128 + 72, np.uint8)  # two blocks of rows, and a rest that is not read in tiles
+data[-8] = 5
+for streaming in (False, True):
+    assert run(TileRead("amx", 128, streaming), data.ctypes.data, data.size) == 5
+if amx_emulator.needed():
+    counts = amx_emulator.counts()
+    assert counts["TILELOADD"] == counts["TILELOADDT1"] == 4, counts
+    assert amx_emulator.live_configurations() == 0
+
+operands = np.full(Multiply.OPERAND_BYTES // 2, 0x3F80, np.uint16)  # ones
+assert Multiply("amx").operations == 2 * 32 * 32 * 32
+run(Multiply("amx"), operands.ctypes.data, 3)
+assert (operands.view(np.float32) == 3 * 32).all()
+"""
+
+
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="for x86-64 Linux"
+)
+def test_tiles_are_loaded_once_and_multiplied_as_often_as_asked() -> None:
+    command = [sys.executable, "-c", _TILES, str(Path(__file__).parent)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_peak_multiplies_as_often_as_asked(isa: str) -> None:
+    kernel = Multiply(isa)
+    operands = torch.ones(kernel.OPERAND_BYTES // 2, dtype=torch.bfloat16)
+    roofline.run(jit.address(kernel), np.array([(operands.data_ptr(), 3)], np.int64), 1)
+    products = int((operands.view(torch.float32) == 3 * 32).sum())
+    assert products * 2 * 32 == kernel.operations
+
+
+def test_every_expert_is_used_before_any_is_used_again() -> None:
+    shape = _bench.Shape("test", 32, 32, 12, 3)
+    calls = _bench.schedule(shape, 2, 1)
+    assert [call.layer for call in calls[:4]] == [0, 1, 0, 1]
+    for layer in range(2):
+        used = torch.cat([call.ids.flatten() for call in calls if call.layer == layer])
+        for first in range(0, len(used), 12):
+            assert len(set(used[first : first + 12].tolist())) == len(used[first : first + 12])
+    assert all(call.bytes == 3 * 2 * 3 * 32 * 32 for call in calls)
+
+
+def test_routings_name_distinct_experts_and_count_their_bytes() -> None:
+    shape = _bench.Shape("test", 16, 8, 40, 5)
+    for call in _bench.schedule(shape, 1, 7):
+        assert call.ids.shape == call.router.shape == (7, 5)
+        assert all(len(set(token)) == 5 for token in call.ids.tolist())
+        assert call.bytes == len(set(call.ids.flatten().tolist())) * 2 * 3 * 16 * 8
+        torch.testing.assert_close(call.router.sum(1), torch.ones(7))
+
+
+SPREAD = {"median", "low", "high", "rounds"}
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_a_measurement_has_all_its_parts(gpt_oss: bool) -> None:
+    shape = _bench.Shape("test", 64, 32, 4, 2)
+    if gpt_oss:
+        shape = _bench.Shape("test", 64, 32, 4, 2, "swiglu_oai", True, True, True)
+    others = {} if gpt_oss else _bench.peers() | {"nobody": "absent: it does not exist"}
+    found = _bench.measure(shape, [1, 3, 4], gib=1e-4, seconds=0.2, threads=1, others=others)
+    assert json.loads(json.dumps(found)) == found
+    assert found["weight_bytes"] == found["layers"] * 4 * 2 * 3 * 64 * 32 >= 1e-4 * 2**30
+    assert found["read"]["best"] in found["read"]["gb_per_s"]
+    assert set(found["peak_tflops"]) == SPREAD
+    assert [call["tokens"] for call in found["calls"]] == [1, 3, 4]
+    for call in found["calls"]:
+        assert set(call["share"]) == SPREAD
+        assert call["share"]["low"] <= call["share"]["median"] <= call["share"]["high"]
+        assert call["share"]["rounds"] >= 3
+        assert call["bound"] in ("memory", "compute")
+    if gpt_oss:
+        assert found["peers"] == []
+        return
+    assert found["absent_peers"]["nobody"] == "absent: it does not exist"
+    names = {"F.linear", "grouped_mm"} - set(found["absent_peers"])
+    assert {(peer["tokens"], peer["name"]) for peer in found["peers"]} == {
+        (tokens, name) for tokens in (1, 4) for name in names
+    }
+    assert all(peer["difference"] < 2e-2 for peer in found["peers"])
+
+
+def _cli() -> typer.Typer:
+    cli = typer.Typer()
+    cli.command()(_bench.bench)
+    return cli
+
+
+def test_the_command_prints_and_writes_the_same_json(tmp_path: Path) -> None:
+    output, threads = tmp_path / "bench.json", torch.get_num_threads()
+    options = (
+        "--shape 64x32x4x2 --tokens 2,1 --gib 0.0001 --seconds 0.1 --no-host --threads 1 --json"
+    )
+    result = CliRunner().invoke(_cli(), [*options.split(), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report == json.loads(output.read_text())
+    assert report["machine"]["isa"] == isas.select().name
+    assert report["machine"]["threads"] == 1
+    assert [call["tokens"] for call in report["shapes"][0]["calls"]] == [1, 2]
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "options", ["--shape 1x2x3", "--shape 8x8x2x3", "--tokens 1,b", "--tokens 0"]
+)
+def test_bad_options_are_refused(options: str) -> None:
+    result = CliRunner().invoke(_cli(), options.split())
+    assert result.exit_code == 2
+    assert "got" in result.output
+
+
+def test_fresh_processes_with_a_filled_cache_compile_nothing() -> None:
+    found = _bench.host()
+    assert found["compiled_cold"] > 0
+    assert found["compiled_warm"] == 0
+    assert set(found["new_rows_cold_s"]) == {str(rows) for rows in _bench._STALLS}
