@@ -85,6 +85,7 @@ def _signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
         tensor.device,
         tensor.layout,
         tensor.requires_grad,
+        tensor.is_neg(),
     )
 
 

@@ -497,3 +497,19 @@ def test_compile_makes_no_more_than_asked() -> None:
 def test_compile_refuses_no_rows(rows: int) -> None:
     with pytest.raises(expertile.ArgumentError, match=rf"rows: expected .* from 1, got {rows}"):
         expertile.compile(expertile.ExpertSpec(32, 32, 1, 1), rows=[rows])
+
+
+@pytest.mark.parametrize("name", ["x", "gate_up", "down", "topk_weights"])
+def test_lazily_negated_views_are_refused(name: str) -> None:
+    """Their memory holds the numbers before the negation, which is what a kernel would read."""
+    arguments = {
+        "x": torch.randn(2, 32).bfloat16(),
+        "gate_up": torch.randn(2, 64, 32).bfloat16(),
+        "down": torch.randn(2, 32, 32).bfloat16(),
+        "topk_ids": torch.zeros(2, 1, dtype=torch.int64),
+        "topk_weights": torch.rand(2, 1),
+    }
+    expertile.fused_experts(**arguments)
+    arguments[name] = torch._neg_view(arguments[name])
+    with pytest.raises(expertile.ArgumentError, match=rf"{name}: .*resolve_neg"):
+        expertile.fused_experts(**arguments)
