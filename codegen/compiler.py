@@ -27,7 +27,7 @@ from expertile.codegen import cpu
 from expertile.codegen.cache import ObjectCache, default_cache
 from expertile.codegen.errors import CodegenError
 
-_SPEED_LEVEL = 3
+_SPEED_LEVEL = 2
 # Templates write the vectors they want, so the vectorisers would only cost time.  Position
 # independent and small: the engine keeps the sections of an object side by side.
 _RECIPE = f"O{_SPEED_LEVEL}, no loop or SLP vectorisation, pic, small"

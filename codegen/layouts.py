@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
 
@@ -63,6 +64,9 @@ def transpose(b: Builder, rows: Sequence[Value]) -> list[Value]:
 class OperandLayout(ABC):
     """One way of laying out chunks and stored C tiles."""
 
+    token_bytes: ClassVar[int]
+    """From a token to the next, in a chunk and in a stored C alike."""
+
     @abstractmethod
     def pack(
         self,
@@ -101,6 +105,8 @@ class OperandLayout(ABC):
 class RowLayout(OperandLayout):
     """Token-major: the operand of a vector dot product."""
 
+    token_bytes = 64
+
     def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
         with b.loop(0, tokens) as token:
             source, into = row(token), group.at(token * 64)
@@ -124,6 +130,8 @@ class RowLayout(OperandLayout):
 
 class PairLayout(OperandLayout):
     """Feature-major, k in pairs: the operand of AMX (SDM vol. 2, TDPBF16PS)."""
+
+    token_bytes = 4
 
     def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
         # The words of one token are a B column; for a single token that is the row as it is.

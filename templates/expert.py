@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 from expertile.codegen import isa as isas
 from expertile.codegen.ir import L, Module, Value, Var, f32, i1, i16, i32, i64, ptr, vec
-from expertile.codegen.isa import BTile, TileIsa, TilePlan
+from expertile.codegen.isa import Pass, TileIsa, TilePlan
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.gates import Gate
@@ -339,29 +339,42 @@ class _Emitter:
         b, kernel = self.b, self.kernel
         streaming = bool(tails) and kernel.tokens < MAX_TOKENS
         with b.loop(0, GROUP, plan.rows) as part:
-            for tiles in plan.passes:
-                one = _Pass(self, plan, tiles, block, streaming)
-                with b.loop(0, chunks) as chunk:
-                    prefetcher.step()
-                    rows = [source.at(part * stride + chunk * 64) for source in sources]
-                    one.step(rows, stride, chunk)
-                if tails and kernel.inputs % CHUNK:
-                    rows = [tail.at(part * 64) for tail in tails]
-                    one.step(rows, 64, b.const(i64, chunks))
-                one.store(part)
+            for one in plan.passes:
+                with b.loop(0, one.groups) as group, b.loop(0, one.repeat) as number:
+                    tokens = _Pass(self, plan, one, group, number, block, streaming)
+                    with b.loop(0, chunks) as chunk:
+                        prefetcher.step()
+                        rows = [source.at(part * stride + chunk * 64) for source in sources]
+                        tokens.step(rows, stride, chunk)
+                    if tails and kernel.inputs % CHUNK:
+                        rows = [tail.at(part * 64) for tail in tails]
+                        tokens.step(rows, 64, b.const(i64, chunks))
+                    tokens.store(part)
 
 
 class _Pass:
     """The C tiles of one pass over k: zeroed at the beginning, stored at the end."""
 
     def __init__(
-        self, e: _Emitter, plan: TilePlan, tiles: tuple[BTile, ...], block: Value, streaming: bool
+        self,
+        e: _Emitter,
+        plan: TilePlan,
+        one: Pass,
+        group: Value,
+        number: Value,
+        block: Value,
+        streaming: bool,
     ) -> None:
-        self.e, self.plan, self.tiles, self.streaming = e, plan, tiles, streaming
+        self.e, self.plan, self.tiles, self.streaming = e, plan, one.tiles, streaming
         inputs = e.kernel.inputs
-        self.operands = [e.group(e.arg.operand, inputs, block, tile.group) for tile in tiles]
+        shift = number * (e.isa.layout.token_bytes * one.tiles[0].tokens)
+        next_group = group * (GROUP * 64 * chunks_of(inputs)) + shift
+        self.operands = [
+            e.group(e.arg.operand, inputs, block, tile.group).at(next_group) for tile in one.tiles
+        ]
+        self.c_offset = group * _TILE + shift
         self.c = [
-            [e.isa.accumulators(e.b, plan, tile, i, j) for j, tile in enumerate(tiles)]
+            [e.isa.accumulators(e.b, plan, tile, i, j) for j, tile in enumerate(one.tiles)]
             for i in range(plan.blocks)
         ]
 
@@ -380,7 +393,8 @@ class _Pass:
         e = self.e
         for i in range(self.plan.blocks):
             for j, tile in enumerate(self.tiles):
-                e.isa.store(e.b, self.plan, self.c[i][j], tile, e.c_tile(i, tile.group), part)
+                into = e.c_tile(i, tile.group).at(self.c_offset)
+                e.isa.store(e.b, self.plan, self.c[i][j], tile, into, part)
 
 
 class _Prefetcher:

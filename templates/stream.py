@@ -139,7 +139,7 @@ class Multiply:
     def operations(self) -> int:
         """Additions and multiplications of one repetition."""
         _, plan = self._plan()
-        return sum(2 * 32 * plan.rows * plan.blocks * tile.tokens for tile in plan.passes[0])
+        return sum(2 * 32 * plan.rows * plan.blocks * tile.tokens for tile in plan.passes[0].tiles)
 
     def _plan(self) -> tuple[TileIsa, TilePlan]:
         isa = isas.by_name(self.isa)
@@ -149,7 +149,7 @@ class Multiply:
         """The kernel as LLVM IR."""
         isa, plan = self._plan()
         module = Module(self.name, isa.tuning)
-        tiles = plan.passes[0]
+        tiles = plan.passes[0].tiles
         with module.function(self.name, {"address": ptr, "steps": i64}, returns=i64) as (b, arg):
             isa.configure(b, plan)
             at = arg.address

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, L, Value, i8, i64, void
-from expertile.codegen.isa.base import BTile, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
 from expertile.codegen.layouts import PairLayout
 
 _C, _A, _B = 0, 4, 6
@@ -39,7 +39,7 @@ class Amx(TileIsa):
             raise ValueError(
                 f"AMX multiplies at most 2 row blocks by 2 groups, got {blocks} × {groups}"
             )
-        return TilePlan(tuple(groups), blocks, rows=16, passes=(tiles,))
+        return TilePlan(tuple(groups), blocks, rows=16, passes=(Pass(tiles),))
 
     def neighbours(self, groups: Sequence[int]) -> int:
         # Two B tiles: four accumulators hide the latency of TDP. One: memory is the limit, and 16 rows at a time

@@ -36,6 +36,17 @@ class BTile:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """B tiles multiplied together over all k; then again, as many tokens further on in the group; then in the next."""
+
+    tiles: tuple[BTile, ...]
+    repeat: int = 1
+    """Times in a group."""
+    groups: int = 1
+    """Consecutive groups of the same size."""
+
+
+@dataclass(frozen=True)
 class TilePlan:
     """How a block of 16-row A blocks by a block of tokens is cut up."""
 
@@ -45,8 +56,13 @@ class TilePlan:
     """16-row blocks multiplied together (gate and up; or two neighbours)."""
     rows: int
     """Rows of an A tile: 16, or a divisor when a pass covers only part of a block."""
-    passes: tuple[tuple[BTile, ...], ...]
-    """The B tiles of each pass over k."""
+    passes: tuple[Pass, ...]
+    """What covers all tokens."""
+
+    @property
+    def sweeps(self) -> int:
+        """How often the rows of an A tile are read."""
+        return sum(one.repeat * one.groups for one in self.passes)
 
 
 class TileIsa(ABC):

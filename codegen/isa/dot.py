@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from expertile.codegen.ir import Builder, Value, Var, f32, i32, vec
-from expertile.codegen.isa.base import BTile, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
 from expertile.codegen.layouts import GROUP, RowLayout
 
 Words = vec(i32, 16)
@@ -33,14 +33,20 @@ class DotIsa(TileIsa):
         """c[p] + a[2p]·v[2p] + a[2p+1]·v[2p+1] in each of 16 lanes; a and v hold bf16 pairs as i32."""
 
     def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
-        passes = []
-        widest = 1
-        for group, tokens in enumerate(groups):
-            count = -(-tokens // self.tokens)
-            for number in range(count):
-                first, end = number * tokens // count, (number + 1) * tokens // count
-                passes.append((BTile(group, first, end - first),))
-                widest = max(widest, end - first)
+        # Few loop bodies, so that a kernel compiles quickly: passes have at most two widths in a group, equal groups
+        # share theirs, and unequal groups take narrower passes, of which fewer have a rest.
+        equal = len(set(groups)) == 1
+        most = self.tokens if equal else min(self.tokens, 4)
+        passes, widest = [], 1
+        for group, tokens in enumerate(groups[:1] if equal else groups):
+            count = -(-tokens // most)
+            narrow, wider = divmod(tokens, count)
+            together = len(groups) if equal else 1
+            if wider:
+                passes.append(Pass((BTile(group, 0, narrow + 1),), wider, together))
+            first = BTile(group, wider * (narrow + 1), narrow)
+            passes.append(Pass((first,), count - wider, together))
+            widest = max(widest, narrow + bool(wider))
         rows = GROUP
         while rows > 1 and rows * widest * blocks > self.sums:
             rows //= 2
@@ -50,7 +56,7 @@ class DotIsa(TileIsa):
         return 1
 
     def prefetch_lines(self, plan: TilePlan) -> int:
-        return -(-plan.rows * plan.blocks // len(plan.passes))
+        return -(-plan.rows * plan.blocks // plan.sweeps)
 
     def configure(self, b: Builder, plan: TilePlan) -> None:
         """Vectors need no preparation."""

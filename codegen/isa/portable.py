@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from expertile.codegen import cpu
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value, i32, vec
 from expertile.codegen.isa.dot import DotIsa, Sums
@@ -9,7 +10,8 @@ from expertile.codegen.isa.dot import DotIsa, Sums
 
 def without_tiles() -> Target:
     """This machine with AMX masked off: a kernel of this target can't contain a tile instruction."""
-    return Target.host(without=("amx-tile", "amx-bf16", "amx-int8"))
+    tiles = [feature[1:] for feature in cpu.host().features if feature[1:].startswith("amx-")]
+    return Target.host(without=tuple(tiles))
 
 
 class Portable(DotIsa):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
-from expertile.codegen.isa.base import BTile, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
 from expertile.codegen.isa.portable import without_tiles
 from expertile.codegen.layouts import GROUP, PairLayout
 
@@ -35,7 +35,7 @@ class PortableExact(TileIsa):
         return without_tiles()
 
     def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
-        passes = tuple((BTile(group, 0, tokens),) for group, tokens in enumerate(groups))
+        passes = tuple(Pass((BTile(group, 0, tokens),)) for group, tokens in enumerate(groups))
         return TilePlan(tuple(groups), blocks, rows=GROUP, passes=passes)
 
     def neighbours(self, groups: Sequence[int]) -> int:
