@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
+from expertile.codegen.ir import Builder, Value, f32, i16, i32, i64, vec
 
 GROUP = 16
 """Tokens in a group, and rows (features) in a tile."""
@@ -94,8 +94,10 @@ class OperandLayout(ABC):
         """Round the stored C at `c` to bf16 and write it as the k's `feature`…`feature`+15 of `group`."""
 
     @abstractmethod
-    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
-        """The stored C at `c` as one fp32 vector of 16 features a token."""
+    def each_token(
+        self, b: Builder, c: Value, tokens: int, use: Callable[[Value, Value], None]
+    ) -> None:
+        """Call `use(token, vector)` for the stored C at `c`: an i64 and the fp32 vector of the token's 16 features."""
 
     def half_chunk(self, group: Value, feature: Value, tokens: int, second_half: int) -> Value:
         """Where in `group` the 16 features from `feature` (a multiple of 16) begin."""
@@ -121,11 +123,17 @@ class RowLayout(OperandLayout):
         self, b: Builder, c: Value, tokens: int, group: Value, feature: Value
     ) -> None:
         into = self.half_chunk(group, feature, tokens, 32)
-        for token, vector in enumerate(self.token_vectors(b, c, tokens)):
-            into.at(64 * token).store(round_to_bf16(b, vector).to(vec(i16, GROUP)))
 
-    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
-        return [c.at(64 * token).load(vec(f32, GROUP)) for token in range(tokens)]
+        def store(token: Value, vector: Value) -> None:
+            into.at(token * 64).store(round_to_bf16(b, vector).to(vec(i16, GROUP)))
+
+        self.each_token(b, c, tokens, store)
+
+    def each_token(
+        self, b: Builder, c: Value, tokens: int, use: Callable[[Value, Value], None]
+    ) -> None:
+        with b.loop(0, tokens) as token:
+            use(token, c.at(token * 64).load(vec(f32, GROUP)))
 
 
 class PairLayout(OperandLayout):
@@ -171,7 +179,11 @@ class PairLayout(OperandLayout):
             words = rows[2 * pair] | (rows[2 * pair + 1] << 16)
             into.at(4 * tokens * pair).store_masked(words, tokens)
 
-    def token_vectors(self, b: Builder, c: Value, tokens: int) -> list[Value]:
+    def each_token(
+        self, b: Builder, c: Value, tokens: int, use: Callable[[Value, Value], None]
+    ) -> None:
         if tokens == 1:
-            return [c.load(vec(f32, GROUP))]
-        return transpose(b, self._feature_rows(c, tokens))[:tokens]
+            use(b.const(i64, 0), c.load(vec(f32, GROUP)))
+            return
+        for token, vector in enumerate(transpose(b, self._feature_rows(c, tokens))[:tokens]):
+            use(b.const(i64, token), vector)

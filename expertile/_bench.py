@@ -38,6 +38,7 @@ Json = dict[str, Any]
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
 PEER_TOKENS = (1, 2, 4, 8, 16, 64)
 _ROUTINGS = 16  # for each layer
+_DISTURBED_CORES = 0.1
 _STALLS = (2, 3, 8, 17, 32)  # row counts; each has kernels of its own
 
 
@@ -276,7 +277,8 @@ def measure(
     for probe in (*streams.values(), peak, *ours.values(), *theirs.values()):
         probe.sample(-1)  # warms up
         probe.forget()
-    roofline.interleave([*streams.values(), peak], [*ours.values(), *theirs.values()], seconds)
+    with _watch_others() as disturbance:
+        roofline.interleave([*streams.values(), peak], [*ours.values(), *theirs.values()], seconds)
     best = max(streams, key=lambda name: statistics.median(streams[name].rates.values()))
     results = [_result(shape, t, probe, streams[best], peak) for t, probe in ours.items()]
     compared = [_comparison(t, name, probe, ours[t]) for (t, name), probe in theirs.items()]
@@ -295,10 +297,37 @@ def measure(
             "gb_per_s": {name: _spread(p.rates.values(), 1e9) for name, p in streams.items()},
         },
         "peak_tflops": _spread(peak.rates.values(), 1e12),
+        "cores_used_by_others": disturbance["cores"],
         "calls": results,
         "peers": compared,
         "absent_peers": {name: why for name, why in others.items() if isinstance(why, str)},
     }
+
+
+@contextmanager
+def _watch_others() -> Iterator[Json]:
+    """How many cores other processes kept busy meanwhile, as `cores`; None where Linux's /proc/stat is missing."""
+    found: Json = {"cores": None}
+    before, start = _others_seconds(), time.perf_counter()
+    yield found
+    after = _others_seconds()
+    if before is not None and after is not None:
+        found["cores"] = max(0.0, after - before) / (time.perf_counter() - start)
+
+
+def _others_seconds() -> float | None:
+    """CPU seconds that were spent outside this process, stolen ones included."""
+    try:
+        user, nice, system, _, _, interrupt, soft, steal, *_ = map(int, _cpu_line().split()[1:])
+    except OSError:
+        return None
+    everything = (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
+    return everything - time.process_time()
+
+
+def _cpu_line() -> str:
+    with open("/proc/stat", encoding="ascii") as file:
+        return file.readline()
 
 
 def _spread(values: Any, unit: float = 1.0) -> Json:
@@ -465,7 +494,7 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: as PyTorch would use.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time to spend on sampling, about.")] = 90.0,
+    seconds: Annotated[float, typer.Option(help="Time to spend on sampling, about.")] = 100.0,
     gib: Annotated[float, typer.Option(help="GiB of weights to cycle over, at least.")] = 2.0,
     with_peers: Annotated[
         bool,
@@ -536,6 +565,9 @@ def _shape_tables(found: Json) -> Iterator[Any]:
     sizes = " × ".join(str(found[name]) for name in ("hidden", "intermediate", "experts"))
     title = f"{found['name']}: {sizes}, top-{found['top_k']}, {found['layers']} layers\n"
     title += f"roofline {bandwidth:.1f} GB/s ({read['best']}), {peak:.3f} TFLOP/s"
+    busy = found["cores_used_by_others"]
+    if busy is not None and busy > _DISTURBED_CORES:
+        title += f"\ndisturbed: other processes kept {busy:.2f} cores busy"
     table = _table(
         title, "tokens", "ms", "GB/s", "TFLOP/s", "bound", "share of roofline (quartiles)"
     )

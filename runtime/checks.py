@@ -41,7 +41,9 @@ def tensor(
         got = str(value.dtype).removeprefix("torch.")
         raise DtypeError(f"{name}: expected {_names(dtypes)}, got {got}{how}")
     if value.is_neg():
-        raise ArgumentError(f"{name}: is a lazily negated view, whose memory holds other numbers; use .resolve_neg()")
+        raise ArgumentError(
+            f"{name}: is a lazily negated view, whose memory holds other numbers; use .resolve_neg()"
+        )
     no_grad(name, value)
 
 

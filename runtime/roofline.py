@@ -130,23 +130,21 @@ class Probe:
 
 
 def interleave(references: Sequence[Probe], probes: Sequence[Probe], seconds: float) -> None:
-    """Sample all in rounds, each in a new random order, until every one of `probes` has had its part of `seconds`.
+    """Sample all in rounds, each in a new random order, for `seconds` or until each probe has its part of them.
 
     The references are sampled in every round. A probe drops out with 40 samples, and not with less than 3.
     """
     order, part = random.Random(0), seconds / max(1, len(probes))
-    number, due = 0, list(probes)
+    number, due, end = 0, list(probes), time.perf_counter() + seconds
     while due:
         together = [*references, *due]
         order.shuffle(together)
         for probe in together:
             probe.sample(number)
         number += 1
-        due = [
-            p
-            for p in due
-            if number < _FEWEST_SAMPLES or (p.seconds < part and number < _MOST_SAMPLES)
-        ]
+        if number >= _FEWEST_SAMPLES:
+            over = number == _MOST_SAMPLES or time.perf_counter() > end
+            due = [] if over else [probe for probe in due if probe.seconds < part]
 
 
 def reads(regions: Sequence[torch.Tensor], threads: int) -> dict[str, Probe]:

@@ -187,24 +187,28 @@ class Down(ExpertKernel):
         for neighbour in range(count):
             bias = e.bias(arg.matrix_bias, row + GROUP * neighbour, rows, 1)
             for group, tokens in enumerate(e.groups):
-                vectors = e.isa.layout.token_vectors(b, e.c_tile(neighbour, group), tokens)
-                for number, y in enumerate(vectors):
-                    slot = (first + (GROUP * group + number)) * 4
+                column = (row + GROUP * neighbour) * 4
+
+                def add(
+                    token: Value,
+                    y: Value,
+                    before: Value = first + GROUP * group,
+                    column: Value = column,
+                    bias: Value | None = bias,
+                ) -> None:
+                    slot = (before + token) * 4
                     router = b.splat(arg.router.at(slot).load(f32), GROUP)
-                    token = arg.token.at(slot).load(i32).to(i64)
-                    total = arg.sums.at(token * arg.sum_bytes + (row + GROUP * neighbour) * 4)
+                    number = arg.token.at(slot).load(i32).to(i64)
+                    total = arg.sums.at(number * arg.sum_bytes + column)
                     if bias is not None:
                         y = y + bias
-                    old = (
-                        total.load_masked(vec(f32, GROUP), rows)
-                        if rows < GROUP
-                        else total.load(y.type)
-                    )
-                    new = b.fmuladd(router, y, old)
-                    if rows < GROUP:
-                        total.store_masked(new, rows)
+                    if rows == GROUP:
+                        total.store(b.fmuladd(router, y, total.load(y.type)))
                     else:
-                        total.store(new)
+                        old = total.load_masked(y.type, rows)
+                        total.store_masked(b.fmuladd(router, y, old), rows)
+
+                e.isa.layout.each_token(b, e.c_tile(neighbour, group), tokens, add)
 
     def finish(self, e: _Emitter) -> None:
         """Nothing: every row was added to its sums."""

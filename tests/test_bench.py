@@ -160,6 +160,7 @@ def test_a_measurement_has_all_its_parts(gpt_oss: bool) -> None:
     assert found["weight_bytes"] == found["layers"] * 4 * 2 * 3 * 64 * 32 >= 1e-4 * 2**30
     assert found["read"]["best"] in found["read"]["gb_per_s"]
     assert set(found["peak_tflops"]) == SPREAD
+    assert found["cores_used_by_others"] is None or found["cores_used_by_others"] >= 0
     assert [call["tokens"] for call in found["calls"]] == [1, 3, 4]
     for call in found["calls"]:
         assert set(call["share"]) == SPREAD

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from expertile.codegen import cache as cache_module
 from expertile.codegen.cache import ObjectCache, default_directory
 from expertile.codegen.errors import CodegenError

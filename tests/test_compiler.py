@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llvmlite import binding
+
 from expertile.codegen import compiler
 from expertile.codegen.cache import ObjectCache
 from expertile.codegen.compiler import (
@@ -31,7 +33,6 @@ from expertile.codegen.compiler import (
     undefined_symbols,
 )
 from expertile.codegen.errors import CodegenError
-from llvmlite import binding
 
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="intrinsics of x86-64")
 

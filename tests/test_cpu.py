@@ -11,10 +11,11 @@ import sys
 from typing import Any
 
 import pytest
+from llvmlite import binding
+
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target, assembly
 from expertile.codegen.errors import CodegenError
-from llvmlite import binding
 
 x86_64_linux = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="machine code of x86-64 Linux"
