@@ -109,7 +109,15 @@ class RowLayout(OperandLayout):
 
     token_bytes = 64
 
-    def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
+    def pack(
+        self,
+        b: Builder,
+        tokens: Value,
+        row: Callable[[Value], Value],
+        chunks: Sequence[tuple[int, int]],
+        read: Callable[[Value, Value, int], Value],
+        group: Value,
+    ) -> None:
         with b.loop(0, tokens) as token:
             source, into = row(token), group.at(token * 64)
             for part, (first, end) in enumerate(chunks):
@@ -141,7 +149,15 @@ class PairLayout(OperandLayout):
 
     token_bytes = 4
 
-    def pack(self, b, tokens, row, chunks, read, group):  # type: ignore[no-untyped-def]
+    def pack(
+        self,
+        b: Builder,
+        tokens: Value,
+        row: Callable[[Value], Value],
+        chunks: Sequence[tuple[int, int]],
+        read: Callable[[Value, Value, int], Value],
+        group: Value,
+    ) -> None:
         # The words of one token are a B column; for a single token that is the row as it is.
         with b.if_else(tokens.eq(1)) as (alone, several):
             with alone:

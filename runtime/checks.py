@@ -5,6 +5,8 @@ Values of ids are checked by the driver, which reads them anyway; everything els
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from expertile.runtime.errors import ArgumentError, DtypeError
@@ -17,12 +19,12 @@ ID_BYTES = {torch.int32: 4, torch.int64: 8}
 BIAS_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def _names(dtypes: dict[torch.dtype, object]) -> str:
+def _names(dtypes: Mapping[torch.dtype, object]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def tensor(
-    name: str, value: object, rank: int, dtypes: dict[torch.dtype, object], how: str = ""
+    name: str, value: object, rank: int, dtypes: Mapping[torch.dtype, object], how: str = ""
 ) -> None:
     """Raise unless `value` is a dense CPU tensor of the rank and one of the dtypes."""
     if not isinstance(value, torch.Tensor):
@@ -104,7 +106,7 @@ def layer(
         ("down_bias", down_bias, hidden),
     ):
         if bias is not None:
-            tensor(name, bias, 2, BIAS_DTYPES)  # type: ignore[arg-type]
+            tensor(name, bias, 2, BIAS_DTYPES)
             last_contiguous(name, bias)
             if tuple(bias.shape) != (experts, width):
                 raise ArgumentError(
@@ -129,9 +131,9 @@ def routing(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, hidden: int
 ) -> None:
     """Check the hidden states and the router's choice against the layer."""
-    tensor("x", x, 2, HIDDEN_DTYPES)  # type: ignore[arg-type]
-    tensor("topk_ids", topk_ids, 2, ID_BYTES)  # type: ignore[arg-type]
-    tensor("topk_weights", topk_weights, 2, ROUTER_KINDS)  # type: ignore[arg-type]
+    tensor("x", x, 2, HIDDEN_DTYPES)
+    tensor("topk_ids", topk_ids, 2, ID_BYTES)
+    tensor("topk_weights", topk_weights, 2, ROUTER_KINDS)
     last_contiguous("x", x)
     if x.shape[1] != hidden:
         raise ArgumentError(

@@ -15,7 +15,7 @@ sorted positions of its tokens, and its weights are read once in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -252,7 +252,14 @@ def _expert(f: SimpleNamespace, index: Value) -> SimpleNamespace:
     return SimpleNamespace(number=number, tokens=tokens, first=first)
 
 
-def _blocks(b, expert, kernels, first_row, end_row, launch):  # type: ignore[no-untyped-def]
+def _blocks(
+    b: Builder,
+    expert: SimpleNamespace,
+    kernels: Value,
+    first_row: Value,
+    end_row: Value,
+    launch: Callable[[Value, Value, Value, Value, Value], None],
+) -> None:
     """Launch the kernels for an expert's tokens: full blocks, then the rest, on the same rows while they are in L2.
 
     `launch(kernel address, first row, end row, blocks, tokens before)` emits one call.
