@@ -50,7 +50,6 @@ ptr = L.PointerType()
 void = L.VoidType()
 
 Number = int | float
-Operand = "Value | int | float"
 
 # Kernels call nothing: "no-builtins" keeps LLVM from turning a copy loop into a call of memcpy (a call inside a tile
 # region clobbers the tiles).  The widths keep 512-bit vectors whole on CPUs for which LLVM would split them.
@@ -307,9 +306,6 @@ class Builder:
 
     def zero(self, type_: L.Type) -> Value:
         return self.wrap(L.Constant(type_, None))
-
-    def undefined(self, type_: L.Type) -> Value:
-        return self.wrap(L.Constant(type_, L.Undefined))
 
     def var(self, type_: L.Type, initial: Any) -> Var:
         variable = Var(self, type_, self._entry.alloca(type_))

@@ -13,7 +13,7 @@ POINTERS = (
     # kernels
     "gather", "finish", "gate_up_kernels", "down_kernels",
     # the OpenMP runtime
-    "parallel", "barrier", "thread_number", "team_size",
+    "parallel", "barrier", "thread_number",
     # scratch
     "counters", "counts", "experts", "groups", "token", "sorted_router", "operand", "hidden_operand", "thread_scratch",
 )  # fmt: skip

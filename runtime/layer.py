@@ -248,7 +248,7 @@ def _native(
         space.write(
             x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *weights,
             *kernels.ends(dtype), gate_up.address, down.address,
-            *((omp.parallel, omp.barrier, omp.thread_number, omp.team_size) if omp else (0, 0, 0, 0)),
+            *((omp.parallel, omp.barrier, omp.thread_number) if omp else (0, 0, 0)),
             *(base + offset for offset in scratch.offsets),
             ids.shape[0], ids.shape[1], shape.experts, shape.hidden, shape.intermediate,
             x.stride(0) * size, out.stride(0) * size, size,

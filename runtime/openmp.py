@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 _LIBRARY = re.compile(r"/lib(gomp|omp|iomp5)[-.\w]*\.so")
-_ENTRIES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+_ENTRIES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class OpenMP:
     parallel: int
     barrier: int
     thread_number: int
-    team_size: int
 
 
 @cache
