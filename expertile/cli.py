@@ -1,4 +1,4 @@
-"""The command line: `expertile doctor`, `demo`, `bench`, `inspect` and `cache`.
+"""The command line: `expertile doctor`, `demo`, `bench`, `roofline`, `inspect` and `cache`.
 
 Results go to stdout, progress and errors to stderr; with --json, stdout is one JSON document.  Exit code 1 is a failure
 and 2 a wrong argument.
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from expertile import _roofline
 from expertile._bench import bench
 from expertile.codegen.cache import default_cache
 from expertile.codegen.errors import CodegenError
@@ -48,6 +49,7 @@ app = typer.Typer(
 cache_app = typer.Typer(help="The cache of compiled kernels.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 app.command("bench")(bench)
+app.command("roofline")(_roofline.command)
 
 
 def main() -> None:

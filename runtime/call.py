@@ -15,7 +15,7 @@ POINTERS = (
     # the OpenMP runtime
     "parallel", "barrier", "thread_number",
     # scratch
-    "counters", "counts", "experts", "groups", "token", "sorted_router", "operand", "hidden_operand", "thread_scratch",
+    "counters", "counts", "experts", "groups", "items", "token", "sorted_router", "operand", "hidden_operand", "thread_scratch",
 )  # fmt: skip
 INTEGERS = (
     # shape
@@ -25,16 +25,24 @@ INTEGERS = (
     "gate_up_expert", "down_expert", "gate_up_bias_expert", "down_bias_expert",
     # kinds: ids are 4 or 8 bytes; the router's are 0 = fp32, 1 = bf16, 2 = fp16
     "ids_bytes", "router_kind",
-    # kernels there are: bit m-1 for m tokens
-    "have_gate_up", "have_down",
+    # token blocks have 2^block_shift tokens; from `corner` tokens on, multiplying a row takes longer than fetching it
+    "block_shift", "corner",
     # threads and their scratch
     "threads", "thread_scratch_bytes", "kernel_scratch_bytes", "row_unit",
     # set by the driver
-    "active", "group_count", "gate_up_rows", "down_rows", "missing_gate_up", "missing_down", "bad_position",
+    "active", "group_count", "item_count", "down_rows", "bad_position",
 )  # fmt: skip
 
 FIELDS = POINTERS + INTEGERS
-OFFSETS = {name: 8 * index for index, name in enumerate(FIELDS)}
+PROFILE = ("clock", "stamps")
+"""Behind the fields, for the profiled driver: the addresses of clock_gettime and of its notes (slots of zeros)."""
+OFFSETS = {name: 8 * index for index, name in enumerate(FIELDS + PROFILE)}
+
+PASSES = ("gather", "gate_up", "down")
+SLOT = ("begin", "end", "items", "rows")
+"""What the profiled driver notes for each thread and pass, 64 bits each: the monotonic clock in nanoseconds when the
+thread came for its first item and when it found no more, the items it took, and the weight rows of these."""
+SLOT_BYTES = 64  # a cache line, so that threads don't share one
 
 OK, BAD_ID, MISSING_KERNELS = 0, 1, 2
 """What the driver returns."""
@@ -43,6 +51,18 @@ COUNTER_STRIDE = 64
 COUNTERS = 3
 EXPERT_BYTES = 24  # expert, tokens, first sorted position
 GROUP_BYTES = 16  # first sorted position, tokens
+ITEM_BYTES = 24  # index among the active experts, first row, end row
+
+BUCKETS = (1, 2, 4, 8)
+"""Kernels for full token blocks are made for at least so many of them in a call."""
+
+
+def table_slots(block_tokens: int) -> int:
+    """Kernels in a table: for 1…block_tokens-1 tokens, then for full blocks, a bucket each.
+
+    A table in memory has as many addresses (0: not compiled yet), and behind them as many marks: what a call lacked.
+    """
+    return block_tokens - 1 + len(BUCKETS)
 
 
 def read(b: Builder, record: Value, *names: str) -> SimpleNamespace:

@@ -5,9 +5,12 @@ and in a forked child, its body directly).  Threads take work items from shared 
 What an item is decides nothing about the result:
 
     gather   a group of up to 16 tokens of one expert
-    gate/up  a range of rows of one expert
+    gate/up  a range of rows of one expert, the busiest experts first
     down     a range of output columns, for **all** active experts in ascending order: the sums of a token are private
              to the thread, added up in the order of expert number (then slot), and written once
+
+A thread takes an item while it still has one to do.  So a kernel knows which weights come next, in the next item or the
+next pass, and asks for them before it ends.
 
 Routing is a counting sort by expert (as in FreeToken's batch executor): every active expert appears once, with the
 sorted positions of its tokens, and its weights are read once in each pass.
@@ -15,6 +18,7 @@ sorted positions of its tokens, and its weights are read once in each pass.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -36,11 +40,13 @@ from expertile.codegen.ir import (
 from expertile.codegen.layouts import GROUP
 from expertile.runtime import call
 from expertile.runtime.call import field, read
-from expertile.templates.expert import MAX_TOKENS
+from expertile.templates.expert import LAUNCH_BLOCKS
 
 _PARALLEL_FROM = 1 << 16
 """Weight elements a pass from which waking the other threads pays."""
 
+_ITEMS = 32
+"""Items of a pass for each thread, about: many, so that all threads end together."""
 _MOST_GATE_UP_ROWS = 256
 _MOST_DOWN_ROWS = 256
 _SUMS_BYTES = 512 * 1024
@@ -55,11 +61,16 @@ def sums_bytes(tokens: int, row_unit: int) -> int:
     return 4 * tokens * max(row_unit, min(_MOST_DOWN_ROWS, fitting))
 
 
-def driver_ir() -> str:
-    """The driver as LLVM IR; it serves every shape, format and ISA."""
+def most_items(threads: int, active: int, intermediate: int) -> int:
+    """Gate/up items of a call, at most."""
+    return _ITEMS * threads + active * (2 + -(-intermediate // _MOST_GATE_UP_ROWS))
+
+
+def driver_ir(profiled: bool = False) -> str:
+    """The driver as LLVM IR; it serves every shape, format and ISA. A profiled one notes what each thread does when."""
     module = Module("driver")
     with module.function("body", {"record": ptr}, private=True) as (b, arg):
-        _body(b, arg.record)
+        _body(b, arg.record, profiled)
     with module.function("driver", {"record": ptr}, returns=i64) as (b, arg):
         _Serial(b, arg.record).emit()
     return str(module)
@@ -71,6 +82,7 @@ class _Serial:
     def __init__(self, b: Builder, record: Value) -> None:
         self.b, self.record = b, record
         self.f = read(b, record, *call.FIELDS)
+        self.f.block = b.const(i64, 1) << self.f.block_shift
 
     def emit(self) -> None:
         b, f = self.b, self.f
@@ -79,8 +91,8 @@ class _Serial:
         with b.if_(bad.get() >= 0):
             field(self.record, "bad_position").store(bad.get())
             b.ret(call.BAD_ID)
-        needed = self._list_experts()
-        with b.if_(self._missing(needed)):
+        lacking = self._list_experts()
+        with b.if_(lacking > 0):
             b.ret(call.MISSING_KERNELS)
         self._sort()
         work = self._divide()
@@ -130,9 +142,12 @@ class _Serial:
                     bad.set(token * f.top_k + slot)
 
     def _list_experts(self) -> Value:
-        """The active experts with their places in sorted order, the groups of their tokens, the kernels they need."""
+        """The active experts with their places in sorted order, and the groups of their tokens.
+
+        Returns how many of the kernels they need are not there yet; those are marked in the tables.
+        """
         b, f = self.b, self.f
-        active, groups, position, needed = (b.var(i64, 0) for _ in range(4))
+        active, groups, position, lacking = (b.var(i64, 0) for _ in range(4))
         with b.loop(0, f.num_experts) as expert:
             slot = f.counts.at(expert * 8)
             tokens = slot.load(i64)
@@ -146,23 +161,25 @@ class _Serial:
                     group.store(position.get() + first)
                     group.at(8).store(b.min(tokens - first, GROUP))
                     groups.add(1)
-                full, rest = tokens >> 5, tokens & (MAX_TOKENS - 1)
-                one = b.const(i64, 1)
-                needed.set(needed.get() | b.select(full > 0, one << (MAX_TOKENS - 1), 0))
-                needed.set(needed.get() | b.select(rest > 0, one << b.max(rest - 1, 0), 0))
+                full, rest = _split(b, f, tokens)
+                with b.loop(0, full, LAUNCH_BLOCKS) as done:
+                    self._need(_full_slot(b, f, b.min(full - done, LAUNCH_BLOCKS)), lacking)
+                with b.if_(rest > 0):
+                    self._need(rest - 1, lacking)
                 slot.store(position.get())
                 position.add(tokens)
         field(self.record, "active").store(active.get())
         field(self.record, "group_count").store(groups.get())
-        return needed.get()
+        return lacking.get()
 
-    def _missing(self, needed: Value) -> Value:
-        """Whether a needed kernel is not there yet; the record says which."""
-        f = self.f
-        lacking = [needed & (have ^ -1) for have in (f.have_gate_up, f.have_down)]
-        for name, bits in zip(("missing_gate_up", "missing_down"), lacking, strict=True):
-            field(self.record, name).store(bits)
-        return (lacking[0] | lacking[1]).ne(0)
+    def _need(self, slot: Value, lacking: Var) -> None:
+        """Mark both kernels of a slot that are not there."""
+        b, f = self.b, self.f
+        marks = f.block + (len(call.BUCKETS) - 1)
+        for table in (f.gate_up_kernels, f.down_kernels):
+            with b.if_(table.at(slot * 8).load(i64).eq(0)):
+                table.at((marks + slot) * 8).store(b.const(i64, 1))
+                lacking.add(1)
 
     def _sort(self) -> None:
         """Place every token, with its router weight, among the tokens of its expert: in order of token, then slot."""
@@ -177,19 +194,43 @@ class _Serial:
                 f.sorted_router.at(position * 4).store(self._router(token, slot))
 
     def _divide(self) -> Value:
-        """Rows of a gate/up item and columns of a down item; the weight elements of a pass."""
+        """The gate/up items and the columns of a down item; returns the weight elements of a pass."""
         b, f = self.b, self.f
         active = field(self.record, "active").load(i64)
-        share = f.threads * 8
-        rows = _round_up(b, f.intermediate * active // share, f.row_unit)
-        rows = b.min(rows, _MOST_GATE_UP_ROWS)
-        field(self.record, "gate_up_rows").store(rows)
-        columns = _round_up(b, f.hidden // (f.threads * 4), f.row_unit)
+        self._list_items(active)
+        share = f.threads * _ITEMS
+        # The operand of all experts is read again for every item: the rows should be worth it.
+        tokens = f.tokens * f.top_k // b.max(active, 1)
+        columns = _round_up(b, b.max(f.hidden // share, tokens * 8), f.row_unit)
         fitting = b.const(i64, _SUMS_BYTES // 4) // f.tokens // f.row_unit * f.row_unit
         fitting = b.max(fitting, f.row_unit)
         columns = b.min(b.min(columns, fitting), _MOST_DOWN_ROWS)
         field(self.record, "down_rows").store(columns)
         return active * f.hidden * f.intermediate
+
+    def _list_items(self, active: Value) -> None:
+        """The gate/up items: about equal in time, the experts with the most tokens first."""
+        b, f = self.b, self.f
+        work, most, items = (b.var(i64, 0) for _ in range(3))
+        with b.loop(0, active) as index:
+            tokens = _expert(f, index).tokens
+            work.add(f.intermediate * (tokens + f.corner))
+            most.set(b.max(most.get(), tokens))
+        share = work.get() // (f.threads * _ITEMS)
+        with b.loop(0, 32) as step:
+            size = 31 - step  # experts with 2^size tokens or more, up to twice as many
+            with b.if_(most.get() >> size > 0), b.loop(0, active) as index:
+                tokens = _expert(f, index).tokens
+                with b.if_((tokens >> size).eq(1)):
+                    rows = _round_up(b, share // (tokens + f.corner), f.row_unit)
+                    rows = b.min(rows, _MOST_GATE_UP_ROWS)
+                    with b.loop(0, f.intermediate, rows) as first:
+                        item = f.items.at(items.get() * call.ITEM_BYTES)
+                        end = b.min(first + rows, f.intermediate)
+                        for offset, value in enumerate((index, first, end)):
+                            item.at(8 * offset).store(value)
+                        items.add(1)
+        field(self.record, "item_count").store(items.get())
 
     def _run(self, work: Value) -> None:
         b, f = self.b, self.f
@@ -207,17 +248,76 @@ def _round_up(b: Builder, value: Value, unit: Value) -> Value:
     return b.max((value + (unit - 1)) // unit * unit, unit)
 
 
-def _body(b: Builder, record: Value) -> None:
+class _Hooks:
+    """Where the profiled driver takes notes of a thread's passes; in the plain driver they emit nothing."""
+
+    def time(self, number: int, name: str) -> None:
+        """Note the time under a name."""
+
+    def item(self, number: int) -> None:
+        """Count an item."""
+
+    def rows(self, number: int, first: Value, end: Value, experts: Value | int) -> None:
+        """Count the weight rows of an item: those from `first` to `end` of a number of experts."""
+
+
+class _Notes(_Hooks):
+    """A thread's notes, in slots of its own: see call.SLOT."""
+
+    def __init__(self, b: Builder, record: Value, thread: Value) -> None:
+        self._b, self._moment = b, b.buffer(16)  # struct timespec
+        self._clock, stamps = (field(record, name).load(ptr) for name in call.PROFILE)
+        self._slots = stamps.at(thread * (len(call.PASSES) * call.SLOT_BYTES))
+
+    def time(self, number: int, name: str) -> None:
+        b, moment = self._b, self._moment
+        # The C library's clock, not a cycle counter: it is in seconds, on every CPU, and Python has the same one.
+        b.call_address(self._clock, i32, [b.const(i32, time.CLOCK_MONOTONIC), moment])
+        nanoseconds = moment.load(i64) * 1_000_000_000 + moment.at(8).load(i64)
+        self._note(number, name).store(nanoseconds)
+
+    def item(self, number: int) -> None:
+        self._add(number, "items", 1)
+
+    def rows(self, number: int, first: Value, end: Value, experts: Value | int) -> None:
+        self._add(number, "rows", (end - first) * experts)
+
+    def _add(self, number: int, name: str, amount: Value | int) -> None:
+        note = self._note(number, name)
+        note.store(note.load(i64) + amount)
+
+    def _note(self, number: int, name: str) -> Value:
+        return self._slots.at(number * call.SLOT_BYTES + 8 * call.SLOT.index(name))
+
+
+def _split(b: Builder, f: SimpleNamespace, tokens: Value) -> tuple[Value, Value]:
+    """Full token blocks, and the tokens left."""
+    return tokens >> f.block_shift, tokens & (f.block - 1)
+
+
+def _full_slot(b: Builder, f: SimpleNamespace, blocks: Value) -> Value:
+    """The place in a kernel table for a call of so many full blocks."""
+    slot = f.block - 1
+    for least in call.BUCKETS[1:]:
+        slot = b.select(blocks >= least, slot + 1, slot)
+    return slot
+
+
+def _body(b: Builder, record: Value, profiled: bool) -> None:
     """What every thread of the team does."""
     f = read(b, record, *call.FIELDS)
+    f.block = b.const(i64, 1) << f.block_shift
     thread = b.var(i64, 0)
     with b.if_(f.threads > 1):
         thread.set(b.call_address(f.thread_number, i32, []).to(i64))
+    f.hooks = _Notes(b, record, thread.get()) if profiled else _Hooks()
     f.scratch = f.thread_scratch.at(thread.get() * f.thread_scratch_bytes)
     f.operand_bytes = ((f.hidden + 31) >> 5) * 64  # of one token
     f.hidden_bytes = ((f.intermediate + 31) >> 5) * 64
     _gather(b, f)
     _barrier(b, f)
+    # So early that the end of gate/up can ask for its weights.
+    f.first_down = _take(b, f, 2)
     _gate_up(b, f)
     _barrier(b, f)
     _down(b, f)
@@ -228,18 +328,29 @@ def _barrier(b: Builder, f: SimpleNamespace) -> None:
         b.call_address(f.barrier, void, [])
 
 
+def _take(b: Builder, f: SimpleNamespace, counter: int) -> Value:
+    """Get hold of an item."""
+    return b.atomic_add(f.counters.at(call.COUNTER_STRIDE * counter), 1)
+
+
 @contextmanager
-def _items(b: Builder, f: SimpleNamespace, counter: int, count: Value) -> Iterator[Value]:
-    """A loop over the work items this thread gets hold of."""
-    shared = f.counters.at(call.COUNTER_STRIDE * counter)
+def _items(
+    b: Builder, f: SimpleNamespace, counter: int, count: Value, first: Value | None = None
+) -> Iterator[tuple[Value, Value]]:
+    """A loop over the work items this thread gets hold of, each with the next one (`count` or more: there is none)."""
+    f.hooks.time(counter, "begin")
+    item = b.var(i64, _take(b, f, counter) if first is None else first)
     with b.while_true() as loop:
-        item = b.atomic_add(shared, 1)
-        loop.leave_if(item >= count)
-        yield item
+        loop.leave_if(item.get() >= count)
+        following = _take(b, f, counter)
+        f.hooks.item(counter)
+        yield item.get(), following
+        item.set(following)
+    f.hooks.time(counter, "end")
 
 
 def _gather(b: Builder, f: SimpleNamespace) -> None:
-    with _items(b, f, 0, f.group_count) as item:
+    with _items(b, f, 0, f.group_count) as (item, _):
         group = f.groups.at(item * call.GROUP_BYTES)
         first, tokens = group.load(i64), group.at(8).load(i64)
         into = f.operand.at(first * f.operand_bytes)
@@ -254,6 +365,7 @@ def _expert(f: SimpleNamespace, index: Value) -> SimpleNamespace:
 
 def _blocks(
     b: Builder,
+    f: SimpleNamespace,
     expert: SimpleNamespace,
     kernels: Value,
     first_row: Value,
@@ -264,64 +376,111 @@ def _blocks(
 
     `launch(kernel address, first row, end row, blocks, tokens before)` emits one call.
     """
-    full, rest = expert.tokens >> 5, expert.tokens & (MAX_TOKENS - 1)
-    both = (full > 0) & (rest > 0)
-    step = b.select(both, _BLOCK_ROWS, end_row - first_row)
+    full, rest = _split(b, f, expert.tokens)
+    several = (full > LAUNCH_BLOCKS) | ((full > 0) & (rest > 0))
+    step = b.select(several, _BLOCK_ROWS, end_row - first_row)
     with b.loop(first_row, end_row, step) as row:
         end = b.min(row + step, end_row)
-        with b.if_(full > 0):
-            kernel = kernels.at(8 * (MAX_TOKENS - 1)).load(i64)
-            launch(kernel, row, end, full, b.const(i64, 0))
+        with b.loop(0, full, LAUNCH_BLOCKS) as done:
+            blocks = b.min(full - done, LAUNCH_BLOCKS)
+            kernel = kernels.at(_full_slot(b, f, blocks) * 8).load(i64)
+            launch(kernel, row, end, blocks, done << f.block_shift)
         with b.if_(rest > 0):
             kernel = kernels.at((rest - 1) * 8).load(i64)
-            launch(kernel, row, end, b.const(i64, 1), full * MAX_TOKENS)
+            launch(kernel, row, end, b.const(i64, 1), full << f.block_shift)
+
+
+def _next_rows(
+    b: Builder, end: Value, last: Value, present: list[Value], following: list[Value], first: Value
+) -> list[Value]:
+    """What comes after a launch that ended at row `end`: more rows of the same matrices, or others from row `first`."""
+    inside = end < last
+    pointers = [b.select(inside, x, y) for x, y in zip(present, following, strict=True)]
+    return [*pointers, b.select(inside, end, first)]
 
 
 def _gate_up(b: Builder, f: SimpleNamespace) -> None:
-    parts = (f.intermediate + f.gate_up_rows - 1) // f.gate_up_rows
-    with _items(b, f, 1, f.active * parts) as item:
-        index = item // parts
-        first_row = (item - index * parts) * f.gate_up_rows
-        expert = _expert(f, index)
-        matrix, bias = expert.number * f.gate_up_expert, expert.number * f.gate_up_bias_expert
-        pointers = [f.gate.at(matrix), f.up.at(matrix), f.gate_bias.at(bias), f.up_bias.at(bias)]
+    with _items(b, f, 1, f.item_count) as (number, following):
+        expert, first_row, end_row = _item(f, number)
+        matrices = _gate_up_matrices(f, expert)
+        bias = expert.number * f.gate_up_bias_expert
+        pointers = [*matrices, f.gate_bias.at(bias), f.up_bias.at(bias)]
+        coming, coming_row = _after_gate_up(b, f, following)
 
         def launch(kernel: Value, row: Value, end: Value, blocks: Value, before: Value) -> None:
             position = expert.first + before
             operand = f.operand.at(position * f.operand_bytes)
             out = f.hidden_operand.at(position * f.hidden_bytes)
-            b.call_address(kernel, void, [*pointers, operand, out, row, end, blocks, f.scratch])
+            *next_, next_row = _next_rows(b, end, end_row, matrices, coming, coming_row)
+            arguments = [*pointers, operand, out, *next_, next_row, row, end, blocks, f.scratch]
+            b.call_address(kernel, void, arguments)
 
-        end_row = b.min(first_row + f.gate_up_rows, f.intermediate)
-        _blocks(b, expert, f.gate_up_kernels, first_row, end_row, launch)
+        f.hooks.rows(1, first_row, end_row, experts=1)
+        _blocks(b, f, expert, f.gate_up_kernels, first_row, end_row, launch)
+
+
+def _item(f: SimpleNamespace, number: Value) -> tuple[SimpleNamespace, Value, Value]:
+    item = f.items.at(number * call.ITEM_BYTES)
+    index, first, end = (item.at(8 * i).load(i64) for i in range(3))
+    return _expert(f, index), first, end
+
+
+def _gate_up_matrices(f: SimpleNamespace, expert: SimpleNamespace) -> list[Value]:
+    matrix = expert.number * f.gate_up_expert
+    return [f.gate.at(matrix), f.up.at(matrix)]
+
+
+def _after_gate_up(
+    b: Builder, f: SimpleNamespace, number: Value
+) -> tuple[list[Value], Value]:
+    """The matrices and the row of gate/up item `number`; after the last one comes the thread's first down item."""
+    another = number < f.item_count
+    expert, first, _ = _item(f, b.min(number, f.item_count - 1))
+    item = _gate_up_matrices(f, expert)
+    down = f.down.at(_expert(f, b.const(i64, 0)).number * f.down_expert)
+    down = down.at(f.first_down * f.down_rows * f.intermediate * 2)
+    down_pass = [down, down.at(f.hidden * (2 * GROUP))]  # two parts of what a row block of gate and up is long
+    pointers = [b.select(another, x, y) for x, y in zip(item, down_pass, strict=True)]
+    return pointers, b.select(another, first, 0)
 
 
 def _down(b: Builder, f: SimpleNamespace) -> None:
     parts = (f.hidden + f.down_rows - 1) // f.down_rows
     sums = f.scratch.at(f.kernel_scratch_bytes)
-    with _items(b, f, 2, parts) as item:
+    with _items(b, f, 2, parts, f.first_down) as (item, following):
         first_row = item * f.down_rows
         end_row = b.min(first_row + f.down_rows, f.hidden)
+        coming_row = b.select(following < parts, following * f.down_rows, first_row)
+        f.hooks.rows(2, first_row, end_row, experts=f.active)
         row_bytes = f.down_rows * 4
         with b.loop(0, f.tokens * row_bytes, 64) as offset:
             sums.at(offset).store(b.zero(vec(f32, GROUP)))
         origin = sums.at((0 - first_row) * 4)
         with b.loop(0, f.active) as index:
             expert = _expert(f, index)
-            matrix = f.down.at(expert.number * f.down_expert)
+            matrix = _down_matrix(f, expert)
             bias = f.down_bias.at(expert.number * f.down_bias_expert)
+            more = index + 1 < f.active
+            coming = _down_matrix(f, _expert(f, b.select(more, index + 1, 0)))
+            next_first = b.select(more, first_row, coming_row)
 
             def launch(
                 kernel: Value, row: Value, end: Value, blocks: Value, before: Value,
                 expert: SimpleNamespace = expert, matrix: Value = matrix, bias: Value = bias,
+                coming: Value = coming, next_first: Value = next_first,
             ) -> None:  # fmt: skip
                 position = expert.first + before
                 operand = f.hidden_operand.at(position * f.hidden_bytes)
                 lists = [f.token.at(position * 4), f.sorted_router.at(position * 4)]
-                arguments = [matrix, bias, operand, *lists, origin, row_bytes, row, end, blocks]
+                next_, next_row = _next_rows(b, end, end_row, [matrix], [coming], next_first)
+                arguments = [matrix, bias, operand, *lists, origin, next_, row_bytes, next_row, row, end, blocks]
                 b.call_address(kernel, void, [*arguments, f.scratch])
 
-            _blocks(b, expert, f.down_kernels, first_row, end_row, launch)
+            _blocks(b, f, expert, f.down_kernels, first_row, end_row, launch)
         columns = end_row - first_row
         out = f.out.at(first_row * f.out_element)
         b.call_address(f.finish, void, [sums, row_bytes, out, f.out_row, f.tokens, columns])
+
+
+def _down_matrix(f: SimpleNamespace, expert: SimpleNamespace) -> Value:
+    return f.down.at(expert.number * f.down_expert)

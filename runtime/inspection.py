@@ -21,7 +21,7 @@ from expertile.runtime.errors import ArgumentError
 from expertile.runtime.jit import Spec
 from expertile.runtime.spec import DTYPES, ExpertSpec, contiguous
 from expertile.templates import gates
-from expertile.templates.expert import MAX_TOKENS, ExpertKernel
+from expertile.templates.expert import ExpertKernel
 from expertile.templates.tokens import Finish, Gather
 
 # Descriptions -----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ _SWITCH = ("true", "false")
 _KEYS = {
     "h": _Key("hidden size", (), None),
     "i": _Key("intermediate size", (), None),
-    "m": _Key("tokens", (), "1", MAX_TOKENS),
+    "m": _Key("tokens", (), "1", 32),
     "gate": _Key("gate function", gates.names(), "silu"),
     "bias": _Key("dtype of the bias", ("none", "bf16", "f32"), "none"),
     "dtype": _Key("dtype of the hidden states", DTYPES, "bf16"),

@@ -22,7 +22,7 @@ class Spec(Protocol):
 
 
 _addresses: dict[Spec, int] = {}
-_driver: list[int] = []
+_drivers: dict[bool, int] = {}
 
 
 def address(spec: Spec) -> int:
@@ -34,9 +34,10 @@ def address(spec: Spec) -> int:
     return found
 
 
-def driver() -> int:
-    """The machine code of the layer driver."""
-    if not _driver:
+def driver(profiled: bool = False) -> int:
+    """The machine code of the layer driver; or of the one that takes notes of what each thread does when."""
+    found = _drivers.get(profiled)
+    if found is None:
         target = isas.by_name("portable").target()  # it runs no tile instruction
-        _driver.append(compile_ir("driver", driver_ir(), target).address)
-    return _driver[0]
+        found = _drivers[profiled] = compile_ir("driver", driver_ir(profiled), target).address
+    return found

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from expertile.codegen import isa as isas
 from expertile.codegen.layouts import chunks_of
 from expertile.runtime import call, checks, jit, openmp, spec, workspace
-from expertile.runtime.driver import sums_bytes
+from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.spec import LayerKernels
 from expertile.templates import gates
@@ -54,6 +54,8 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
         "counts": 8 * shape.experts,
         "experts": call.EXPERT_BYTES * min(shape.experts, slots),
         "groups": call.GROUP_BYTES * slots,
+        "items": call.ITEM_BYTES
+        * most_items(threads, min(shape.experts, slots), shape.intermediate),
         "token": 4 * slots,
         "sorted_router": 4 * slots,
         "operand": 64 * chunks_of(shape.hidden) * slots + margin,
@@ -69,6 +71,16 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
 
 def _align(size: int) -> int:
     return (size + 63) & ~63
+
+
+class Recorder(Protocol):
+    """Whoever wants a call profiled."""
+
+    def start(self, kernels: LayerKernels, threads: int) -> tuple[int, int]:
+        """A native call follows on that many threads: the values of `call.PROFILE`."""
+
+    def stop(self) -> None:
+        """It is done."""
 
 
 _prepared: dict[tuple[Any, ...], LayerKernels] = {}
@@ -138,21 +150,40 @@ def run(
     down_bias: torch.Tensor | None,
     interleaved: bool,
     transposed: bool,
+    recorder: Recorder | None = None,
 ) -> torch.Tensor:
-    """The layer, computed. Arguments as in :func:`expertile.fused_experts`."""
+    """The layer, computed. Arguments as in :func:`expertile.fused_experts`; the profiled driver runs for a recorder."""
     top_k = topk_ids.shape[-1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() else 1
     kernels = prepare(
         gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed
     )
+    weights = gate_up, down, gate_up_bias, down_bias
+    return execute(kernels, x, weights, topk_ids, topk_weights, recorder)
+
+
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""gate_up, down and their biases."""
+
+
+def execute(
+    kernels: LayerKernels,
+    x: torch.Tensor,
+    weights: Weights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
+    """The layer, computed by given kernels, which must be for such weights."""
+    gate_up, down, gate_up_bias, down_bias = weights
     checks.routing(x, topk_ids, topk_weights, kernels.spec.hidden)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # the default may be elsewhere
     if x.shape[0] == 0:
         return out
-    if top_k == 0:
+    if topk_ids.shape[1] == 0:
         # zero_() would want threads, which a forked child doesn't have.
         ctypes.memset(out.data_ptr(), 0, out.nbytes)
         return out
-    weights = (
+    addresses = (
         gate_up.data_ptr(), gate_up.data_ptr() + kernels.up_offset, down.data_ptr(),
         *_bias_addresses(kernels, gate_up_bias), 0 if down_bias is None else down_bias.data_ptr(),
     )  # fmt: skip
@@ -160,7 +191,7 @@ def run(
         2 * gate_up.stride(0), 2 * down.stride(0),
         *(0 if bias is None else bias.element_size() * bias.stride(0) for bias in (gate_up_bias, down_bias)),
     )  # fmt: skip
-    _chunks(kernels, x, out, topk_ids, topk_weights, weights, strides)
+    _chunks(kernels, x, out, topk_ids, topk_weights, addresses, strides, recorder)
     return out
 
 
@@ -180,6 +211,7 @@ def _chunks(
     router: torch.Tensor,
     weights: tuple[int, ...],
     strides: tuple[int, ...],
+    recorder: Recorder | None,
 ) -> None:
     """Run the layer on as many tokens at a time as the scratch cap allows."""
     tokens, top_k = ids.shape
@@ -199,7 +231,7 @@ def _chunks(
             # Its own for the last chunk: with fewer tokens the sums of a down item may take more.
             scratch = _scratch(kernels, min(step, tokens - first), top_k, threads)
             try:
-                _native(kernels, space, scratch, threads, *arguments, weights, strides)
+                _native(kernels, space, scratch, threads, *arguments, weights, strides, recorder)
             except _BadId as error:
                 _raise_bad_id(arguments[2], error.position, first, kernels.spec.experts)
     finally:
@@ -220,7 +252,15 @@ def _raise_bad_id(ids: torch.Tensor, position: int, first: int, experts: int) ->
 
 
 _Native = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-_entry: list[Any] = []
+_entries: dict[bool, Any] = {}
+
+
+def _entry(profiled: bool) -> Any:
+    """The driver, to be called from Python."""
+    found = _entries.get(profiled)
+    if found is None:
+        found = _entries[profiled] = _Native(jit.driver(profiled))
+    return found
 
 
 def _native(
@@ -234,11 +274,11 @@ def _native(
     router: torch.Tensor,
     weights: tuple[int, ...],
     strides: tuple[int, ...],
+    recorder: Recorder | None,
 ) -> None:
-    """One native call, and another if kernels had to be compiled first. Fields in the order of `call.FIELDS`."""
+    """One native call, and another if kernels had to be compiled first. Fields in the order of `call.OFFSETS`."""
     global _calls
-    if not _entry:
-        _entry.append(_Native(jit.driver()))
+    driver = _entry(recorder is not None)
     shape, omp = kernels.spec, openmp.runtime()
     base = space.reserve(scratch.size)
     dtype = checks.HIDDEN_DTYPES[x.dtype]
@@ -256,14 +296,17 @@ def _native(
             router.stride(0) * router_size, router.stride(1) * router_size,
             *strides,
             ids_size, checks.ROUTER_KINDS[router.dtype],
-            gate_up.have, down.have,
+            kernels.block_tokens.bit_length() - 1, kernels.corner,
             threads, scratch.thread_bytes, _align(kernels.scratch_bytes), kernels.row_unit,
-            0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0,
+            *(recorder.start(kernels, threads) if recorder else (0, 0)),
         )  # fmt: skip
-        status = _entry[0](space.record)
+        status = driver(space.record)
         if status == call.OK:
             _calls += 1
+            if recorder:
+                recorder.stop()
             return
         if status == call.BAD_ID:
             raise _BadId(space.read("bad_position"))
-        kernels.add(space.read("missing_gate_up"), space.read("missing_down"))
+        kernels.add_missing()

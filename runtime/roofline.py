@@ -1,4 +1,4 @@
-"""What the machine can do at most: its read bandwidth and its peak of bf16 operations, on the layer's own threads.
+"""What the machine can do at most: its read bandwidths and its peak of bf16 operations, on the layer's own threads.
 
 The kernels of `templates.stream` run as the layer's do: one parallel region of the same OpenMP threads, which take
 pieces of work from a shared counter. Rates are taken by probes, in rounds: the machines drift, so that numbers can
@@ -29,9 +29,10 @@ _RESULT_STRIDE = 64
 _ITEM_BYTES = 1 << 20
 """About what the layer's driver gives a thread at a time."""
 _SAMPLE_BYTES = 256 << 20
-"""Read in a sample."""
+"""Read in a step: of the regions by all threads, out of a cache by each."""
 _MULTIPLY_STEPS = 1 << 14
-_MULTIPLY_ITEMS = 64
+_MULTIPLY_ITEMS = 32
+"""For each thread."""
 _SAMPLE_SECONDS = 0.02
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 40
 
@@ -102,10 +103,15 @@ def run(kernel: int, items: np.ndarray, threads: int) -> int:
 
 
 class Probe:
-    """Some work and its rate: `step()` does a piece of it and returns how much that was (bytes, operations)."""
+    """Some work and its rate: `step()` does a piece of it and returns how much that was (bytes, operations).
 
-    def __init__(self, step: Callable[[], int]) -> None:
-        self._step = step
+    `prepare()` is called before each sample and not timed.
+    """
+
+    def __init__(
+        self, step: Callable[[], int], prepare: Callable[[], object] | None = None
+    ) -> None:
+        self._step, self._prepare = step, prepare
         self.forget()
 
     def forget(self) -> None:
@@ -119,6 +125,8 @@ class Probe:
 
     def sample(self, number: int) -> None:
         """Take the sample of a round: as many steps as fill 20 ms, at least one."""
+        if self._prepare is not None:
+            self._prepare()
         amount = steps = 0
         seconds, start = 0.0, time.perf_counter()
         while seconds < _SAMPLE_SECONDS:
@@ -129,21 +137,29 @@ class Probe:
         self.seconds += seconds
 
 
-def interleave(references: Sequence[Probe], probes: Sequence[Probe], seconds: float) -> None:
+def interleave(
+    references: Sequence[Probe],
+    probes: Sequence[Probe],
+    seconds: float,
+    progress: Callable[[float], None] | None = None,
+) -> None:
     """Sample all in rounds, each in a new random order, for `seconds` or until each probe has its part of them.
 
-    The references are sampled in every round. A probe drops out with 40 samples, and not with less than 3.
+    The references are sampled in every round. A probe drops out with 40 samples, and not with less than 3. `progress`
+    is called between samples with the part of `seconds` that has passed, which exceeds 1 where 3 rounds take longer.
     """
     order, part = random.Random(0), seconds / max(1, len(probes))
-    number, due, end = 0, list(probes), time.perf_counter() + seconds
+    number, due, start = 0, list(probes), time.perf_counter()
     while due:
         together = [*references, *due]
         order.shuffle(together)
         for probe in together:
             probe.sample(number)
+            if progress is not None:
+                progress((time.perf_counter() - start) / seconds)
         number += 1
         if number >= _FEWEST_SAMPLES:
-            over = number == _MOST_SAMPLES or time.perf_counter() > end
+            over = number == _MOST_SAMPLES or time.perf_counter() > start + seconds
             due = [] if over else [probe for probe in due if probe.seconds < part]
 
 
@@ -166,9 +182,15 @@ def _kernels(row_bytes: int) -> list[Read]:
         VectorRead(1, 4096, unroll, ahead) for unroll in (4, 16) for ahead in (0, 2048, 4096)
     ]
     kernels += [VectorRead(rows, row_bytes, 1, ahead) for rows in (8, 16) for ahead in (0, 512)]
-    if isas.select().name == "amx":
-        kernels += [TileRead("amx", row_bytes, streaming) for streaming in (False, True)]
+    isa = isas.select().name
+    if isa == "amx":
+        kernels += [TileRead(isa, row_bytes, streaming) for streaming in _hints(isa)]
     return kernels
+
+
+def _hints(isa: str) -> tuple[bool, ...]:
+    """What `streaming` can be where it makes a difference."""
+    return (False, True) if isa == "amx" else (False,)
 
 
 @dataclass
@@ -206,16 +228,41 @@ def divide(regions: Sequence[torch.Tensor], unit: int) -> np.ndarray:
     return np.array(items, np.int64)
 
 
+def cache_reads(set_bytes: int, threads: int) -> dict[str, Probe]:
+    """Probes, by name, of the ISA's tile loads: each thread reads a memory of `set_bytes` of its own over and over.
+
+    set_bytes: a multiple of 1024, of packed tiles.
+    """
+    isa = isas.select().name
+    sweeps = max(1, _SAMPLE_BYTES // set_bytes)
+    kernels = [TileRead(isa, LINE, streaming, sweeps) for streaming in _hints(isa)]
+    return {kernel.name: _cache_probe(kernel, set_bytes, threads) for kernel in kernels}
+
+
+def _cache_probe(kernel: TileRead, set_bytes: int, threads: int) -> Probe:
+    memory = torch.arange(threads * set_bytes // 8)  # every page is written
+    starts = range(memory.data_ptr(), memory.data_ptr() + threads * set_bytes, set_bytes)
+    items = np.array([(start, set_bytes) for start in starts], np.int64)
+    address = jit.address(kernel)
+
+    def step() -> int:
+        run(address, items, threads)
+        return memory.numel() * memory.element_size() * kernel.sweeps
+
+    return Probe(step, prepare=step)  # the first sweep brings the memory into the cache
+
+
 def peak(threads: int) -> Probe:
     """A probe of the most operations a second that this process's ISA reaches, out of registers."""
     kernel = Multiply(isas.select().name)
-    operands = torch.empty(_MULTIPLY_ITEMS, kernel.OPERAND_BYTES // 2, dtype=torch.bfloat16)
+    count = _MULTIPLY_ITEMS * threads
+    operands = torch.empty(count, kernel.OPERAND_BYTES // 2, dtype=torch.bfloat16)
     items = np.array([(operand.data_ptr(), _MULTIPLY_STEPS) for operand in operands], np.int64)
     address = jit.address(kernel)
 
     def step() -> int:
         operands.fill_(1)
         run(address, items, threads)
-        return kernel.operations * _MULTIPLY_STEPS * _MULTIPLY_ITEMS
+        return kernel.operations * _MULTIPLY_STEPS * count
 
     return Probe(step)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from expertile.codegen import isa as isas
-from expertile.runtime import jit
+from expertile.codegen.isa import Variant
+from expertile.runtime import choice, jit
+from expertile.runtime.call import BUCKETS, table_slots
 from expertile.runtime.errors import ArgumentError
 from expertile.templates import gates
-from expertile.templates.expert import MAX_TOKENS, Down, ExpertKernel, GateUp
+from expertile.templates.expert import Down, ExpertKernel, GateUp
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.formats.bf16 import RowMajor
 from expertile.templates.formats.bf16_transposed import Transposed
@@ -71,27 +73,41 @@ class ExpertSpec:
 class LayerKernels:
     """The kernels of one layer shape, made as they are needed.
 
-    At most 32 row counts × 2 projections = 64 expert kernels, 3 gathers, 3 finishes and one driver are ever compiled
-    for a layer shape and weight layout: an expert with more than 32 tokens is computed in blocks of 32 and a rest.
-    Weights whose rows are further apart than their length (views) have kernels of their own.
+    An expert with more tokens than a block (32 or 64, by ISA) is computed in full blocks and a rest. So at most
+    (31 or 63 rests + 4 kernels for full blocks) × 2 projections, 3 gathers, 3 finishes and one driver are ever compiled
+    for a layer shape and weight layout. Weights whose rows are further apart than their length (views) have kernels of
+    their own.
 
     gate_up_row, down_row: bytes between two rows of the tensors as stored.
+    choose: puts a kernel into the variant to use; a tuner has its own.
     """
 
     # Everything is made here, nothing lazily: threads must never see two tables, nor a forked child the lock of a
     # cached property that another thread held.
-    def __init__(self, spec: ExpertSpec, gate_up_row: int, down_row: int, isa: str) -> None:
+    def __init__(
+        self,
+        spec: ExpertSpec,
+        gate_up_row: int,
+        down_row: int,
+        isa: str,
+        choose: Callable[[ExpertKernel], ExpertKernel] = choice.best,
+    ) -> None:
         self.spec = spec
+        self._choose = choose
         self.gate_up_row, self.down_row = gate_up_row, down_row
         self.isa = isa
         self.gate = gates.resolve(spec.gate)
         self._step = 2 if spec.interleaved and self.gate.gated else 1
         self.up_offset = self._up_offset()
-        self.gate_up_table, self.down_table = KernelTable(), KernelTable()
+        self.block_tokens = isas.by_name(isa).block_tokens
+        self.gate_up_table = KernelTable(self.gate_up, self.block_tokens)
+        self.down_table = KernelTable(self.down, self.block_tokens)
         self._ends: dict[str, tuple[int, int]] = {}
         both = self.gate_up(1), self.down(1)
-        self.scratch_bytes = max(kernel.scratch_bytes for kernel in both)
-        """Per-thread scratch the expert kernels need."""
+        self.scratch_bytes = max(choice.most_scratch(kernel) for kernel in both)
+        """Per-thread scratch the expert kernels need, whichever variants are chosen."""
+        self.corner = choice.corner(isa)
+        """Tokens from which on multiplying a row takes longer than fetching it."""
         self.row_unit = max(kernel.row_unit for kernel in both)
         """Rows are divided among threads in multiples of this."""
 
@@ -102,22 +118,23 @@ class LayerKernels:
         step = 2 if self.spec.transposed else self.gate_up_row
         return step if self.spec.interleaved else step * self.spec.intermediate
 
-    def gate_up(self, tokens: int) -> GateUp:
-        """The spec of the gate/up kernel for `tokens` tokens."""
+    def gate_up(self, tokens: int, blocks: int = 1) -> ExpertKernel:
+        """The spec of the gate/up kernel for `tokens` tokens, or for so many full blocks and more."""
         spec, row = self.spec, self.gate_up_row
         format_: WeightFormat = RowMajor(row * self._step)
         if spec.transposed:
             format_ = Transposed(row, outputs=64, interleaved=self._step == 2)
-        shape = (self.isa, spec.hidden, spec.intermediate, tokens, format_, spec.gate_up_bias)
-        return GateUp(*shape, self.gate, self._step)
+        shape = (self.isa, spec.hidden, spec.intermediate, tokens, blocks, format_, spec.gate_up_bias)
+        return self._choose(GateUp(*shape, Variant(), self.gate, self._step))
 
-    def down(self, tokens: int) -> Down:
-        """The spec of the down kernel for `tokens` tokens."""
+    def down(self, tokens: int, blocks: int = 1) -> ExpertKernel:
+        """The spec of the down kernel for `tokens` tokens, or for so many full blocks and more."""
         spec, row = self.spec, self.down_row
         format_: WeightFormat = RowMajor(row)
         if spec.transposed:
             format_ = Transposed(row, outputs=128, interleaved=False)
-        return Down(self.isa, spec.intermediate, spec.hidden, tokens, format_, spec.down_bias)
+        shape = (self.isa, spec.intermediate, spec.hidden, tokens, blocks, format_, spec.down_bias)
+        return self._choose(Down(*shape, Variant()))
 
     def ends(self, dtype: str) -> tuple[int, int]:
         """The addresses of the gather and of the finish for hidden states of a dtype."""
@@ -127,43 +144,54 @@ class LayerKernels:
             found = self._ends[dtype] = jit.address(gather), jit.address(finish)
         return found
 
-    def add(self, gate_up: int, down: int) -> None:
-        """Compile the kernels whose bits (token count - 1) are set."""
-        for bits, table, kernel in (
-            (gate_up, self.gate_up_table, self.gate_up),
-            (down, self.down_table, self.down),
-        ):
-            for tokens in range(1, MAX_TOKENS + 1):
-                if bits >> (tokens - 1) & 1:
-                    table.put(tokens, kernel(tokens))
+    def add_missing(self) -> None:
+        """Compile the kernels that a call lacked."""
+        for table in (self.gate_up_table, self.down_table):
+            table.add_marked()
 
     def compile(self, rows: Iterable[int]) -> None:
         """Compile everything that experts with these numbers of tokens need."""
-        bits = 0
         for count in rows:
             if count < 1:
                 raise ArgumentError(f"rows: expected numbers of tokens from 1, got {count}")
-            full, rest = divmod(count, MAX_TOKENS)
-            bits |= (1 << (MAX_TOKENS - 1) if full else 0) | (1 << (rest - 1) if rest else 0)
-        self.add(bits, bits)
+            for table in (self.gate_up_table, self.down_table):
+                table.add(count)
         for dtype in DTYPES:
             self.ends(dtype)
         jit.driver()
 
 
 class KernelTable:
-    """Addresses of the kernels compiled so far, by number of tokens, as the driver reads them."""
+    """Addresses of the kernels compiled so far, as the driver reads them: see :func:`call.table_slots`."""
 
-    def __init__(self) -> None:
-        self._addresses = (ctypes.c_int64 * MAX_TOKENS)()
-        self.address = ctypes.addressof(self._addresses)
-        self.have = 0
-        """Bit m-1 is set once the kernel for m tokens is there."""
+    def __init__(self, kernel: Callable[[int, int], ExpertKernel], block_tokens: int) -> None:
+        self._kernel, self._block = kernel, block_tokens
+        self._slots = table_slots(block_tokens)
+        self._words = (ctypes.c_int64 * (2 * self._slots))()
+        self.address = ctypes.addressof(self._words)
 
-    def put(self, tokens: int, kernel: ExpertKernel) -> None:
-        """Compile a kernel and make it known; the bit is set last."""
-        self._addresses[tokens - 1] = jit.address(kernel)
-        self.have |= 1 << (tokens - 1)
+    def add(self, count: int) -> None:
+        """Compile what an expert with `count` tokens needs."""
+        full, rest = divmod(count, self._block)
+        launches = {min(full - done, BUCKETS[-1]) for done in range(0, full, BUCKETS[-1])}
+        for blocks in launches:
+            self._put(self._block - 2 + sum(blocks >= least for least in BUCKETS))
+        if rest:
+            self._put(rest - 1)
+
+    def add_marked(self) -> None:
+        """Compile the kernels that the driver found missing."""
+        for slot in range(self._slots):
+            if self._words[self._slots + slot]:
+                self._put(slot)
+                self._words[self._slots + slot] = 0
+
+    def _put(self, slot: int) -> None:
+        if self._words[slot]:
+            return
+        full = slot - (self._block - 1)
+        sizes = (slot + 1, 1) if full < 0 else (self._block, BUCKETS[full])
+        self._words[slot] = jit.address(self._kernel(*sizes))
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 
 from expertile.runtime import call
 
-_RECORD = struct.Struct(f"={len(call.FIELDS)}q")
+_RECORD = struct.Struct(f"={len(call.FIELDS + call.PROFILE)}q")
 _POISON = "poison" in os.environ.get("EXPERTILE_DEBUG", "").split(",")
 
 

@@ -1,38 +1,38 @@
 """The two expert projections: gate/up with the gate function fused, and down with the weighted sum fused.
 
-Both multiply 16-row blocks of weights by a block of up to 32 tokens (the operand, laid out by the ISA's layout), over
-all of K.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
+Both multiply 16-row blocks of weights by a block of up to 32 or 64 tokens (the operand, laid out by the ISA's layout),
+over all of K.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
 
     GateUp   h = gate(g + bias, u + bias), rounded to bf16 and written as the operand of the down projection
     Down     sum[token] += router weight · (y + bias), as rows of tokens again
 
-They are specialised on the shape, the number of tokens, the weight format and the gate.  Rows are cut among threads at
-multiples of `row_unit`.  Row and k tails go through zero-padded scratch (see `formats.base`), so that a NaN in memory
-beside a row can't reach it.
+They are specialised on the shape, the number of tokens, the weight format, the gate, and on a variant: how the loops are
+blocked and what is prefetched.  Rows are cut among threads at multiples of `row_unit`.  Row and k tails go through
+zero-padded scratch (see `formats.base`), so that a NaN in memory beside a row can't reach it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import L, Module, Value, Var, f32, i1, i16, i32, i64, ptr, vec
-from expertile.codegen.isa import Pass, TileIsa, TilePlan
+from expertile.codegen.ir import Builder, L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.isa import BTile, Pass, TilePlan, Variant
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.gates import Gate
 
-MAX_TOKENS = 32
-"""Tokens of a block; an expert with more gets several blocks."""
+LAUNCH_BLOCKS = 8
+"""Token blocks of a call, at most."""
 
 _TILE = 4 * GROUP * GROUP
 _EDGE = 64 * GROUP
-_C_BYTES = (
-    4 * _TILE + 64
-)  # two row blocks by two groups; a layout may read 60 bytes past the last row
+_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,13 @@ class ExpertKernel(ABC):
     inputs: int
     outputs: int
     tokens: int
+    """Of a block."""
+    blocks: int
+    """Token blocks of a call, at least; more than one only if they are full."""
     format: WeightFormat
     bias: str | None
     """None, "bf16" or "f32"."""
+    variant: Variant
 
     @property
     @abstractmethod
@@ -57,9 +61,24 @@ class ExpertKernel(ABC):
         return str(_Emitter(self).module)
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a full block."""
+        return isas.by_name(self.isa).block_tokens
+
+    @property
+    def suffix(self) -> str:
+        """The end of the kernel's name: what it is specialised on beside its shape."""
+        return f"m{self.tokens}b{self.blocks}_{self.variant.name}"
+
+    @property
     def panel_stride(self) -> int:
         """Bytes from row to row of a staged block; the odd cache line keeps rows out of each other's L1 sets."""
-        return 2 * CHUNK * chunks_of(self.inputs) + 64
+        return 2 * CHUNK * chunks_of(self.inputs) + _LINE
+
+    @property
+    def copy_stride(self) -> int:
+        """Bytes from row to row of a copied k block."""
+        return 2 * self.variant.k_block + _LINE
 
     @property
     def row_unit(self) -> int:
@@ -68,19 +87,38 @@ class ExpertKernel(ABC):
 
     @property
     def scratch_bytes(self) -> int:
-        """Per-thread scratch: C tiles, k-tail tiles, staged blocks."""
-        return _C_BYTES + 2 * _EDGE + 2 * self.format.staged_rows * self.panel_stride
+        """Per-thread scratch."""
+        return self.scratch.size
+
+    @property
+    def scratch(self) -> Scratch:
+        """Where things lie in the per-thread scratch."""
+        return Scratch.of(self)
+
+    @property
+    @abstractmethod
+    def matrices(self) -> int:
+        """Matrices multiplied by the same tokens: 2 for gate and up."""
 
     @abstractmethod
     def parameters(self) -> dict[str, L.Type]: ...
 
     @abstractmethod
-    def neighbours(self, isa: TileIsa) -> int:
-        """16-row blocks of the matrix multiplied together."""
+    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        """Addresses of the A blocks for rows `row`…"""
 
     @abstractmethod
-    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        """Addresses of the A blocks for rows `row`…"""
+    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
+        """The matrices that the thread will be given next, by the names of the present ones."""
+
+    @abstractmethod
+    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        """Where the memory of those blocks begins, in as many parts of 16 rows."""
+
+    @property
+    def row_span(self) -> int:
+        """Bytes from a row of a matrix to the next, of whatever matrix, where a format reads rows in place."""
+        return self.format.row_bytes
 
     @abstractmethod
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
@@ -95,7 +133,8 @@ class ExpertKernel(ABC):
 class GateUp(ExpertKernel):
     """h[I] = gate(W_gate · x, W_up · x): inputs = H, outputs = I.
 
-    void gate_up(gate, up, gate_bias, up_bias, operand, out, first row, end row, token blocks, scratch)
+    void gate_up(gate, up, gate_bias, up_bias, operand, out, next gate, next up, next row, first row, end row, token
+    blocks, scratch). `next …` say which rows the thread will most likely be given next.
     """
 
     gate: Gate
@@ -104,18 +143,33 @@ class GateUp(ExpertKernel):
 
     @property
     def name(self) -> str:
-        return f"gate_up_{self.gate.name}_{self.format.name}_h{self.inputs}_i{self.outputs}_m{self.tokens}"
+        shape = f"{self.format.name}_h{self.inputs}_i{self.outputs}"
+        return f"gate_up_{self.gate.name}_{shape}_{self.suffix}"
 
     def parameters(self) -> dict[str, L.Type]:
-        pointers = ("gate", "up", "gate_bias", "up_bias", "operand", "out")
+        pointers = ("gate", "up", "gate_bias", "up_bias", "operand", "out", "next_gate", "next_up")
         return _signature(pointers)
 
-    def neighbours(self, isa: TileIsa) -> int:
-        return 1
+    @property
+    def matrices(self) -> int:
+        return 2 if self.gate.gated else 1
 
-    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
         matrices = [arg.gate, arg.up] if self.gate.gated else [arg.up]
         return [matrix.at(self.format.row_offset(row)) for matrix in matrices]
+
+    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(gate=arg.next_gate, up=arg.next_up)
+
+    @property
+    def row_span(self) -> int:
+        return self.format.row_bytes // self.bias_step
+
+    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        blocks = self.row_blocks(arg, row, count)
+        if self.bias_step == 1:
+            return blocks
+        return [blocks[0], blocks[0].at(GROUP * self.row_span)]  # up lies between the gates
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         b, arg = e.b, e.arg
@@ -163,27 +217,34 @@ class GateUp(ExpertKernel):
 class Down(ExpertKernel):
     """sum[token][H] += router · (W_down · h): inputs = I, outputs = H.
 
-    void down(matrix, bias, operand, tokens i32[], router f32[], sums, bytes between two tokens' sums, first row,
-    end row, token blocks, scratch). `sums` is where row 0 of token 0 would be.
+    void down(matrix, bias, operand, tokens i32[], router f32[], sums, next matrix, bytes between two tokens' sums,
+    next row, first row, end row, token blocks, scratch). `sums` is where row 0 of token 0 would be.
     """
 
     @property
     def name(self) -> str:
-        return f"down_{self.format.name}_h{self.outputs}_i{self.inputs}_m{self.tokens}"
+        return f"down_{self.format.name}_h{self.outputs}_i{self.inputs}_{self.suffix}"
 
     def parameters(self) -> dict[str, L.Type]:
-        pointers = ("matrix", "matrix_bias", "operand", "token", "router", "sums")
+        pointers = ("matrix", "matrix_bias", "operand", "token", "router", "sums", "next_matrix")
         return _signature(pointers, "sum_bytes")
 
-    def neighbours(self, isa: TileIsa) -> int:
-        return isa.neighbours(groups_of(self.tokens)) if self.format.direct else 1
+    @property
+    def matrices(self) -> int:
+        return 1
 
-    def blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
         return [arg.matrix.at(self.format.row_offset(row + GROUP * i)) for i in range(count)]
+
+    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(matrix=arg.next_matrix)
+
+    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
+        return self.row_blocks(arg, row, count)
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         b, arg = e.b, e.arg
-        first = block * MAX_TOKENS
+        first = block * self.block_tokens
         for neighbour in range(count):
             bias = e.bias(arg.matrix_bias, row + GROUP * neighbour, rows, 1)
             for group, tokens in enumerate(e.groups):
@@ -214,27 +275,86 @@ class Down(ExpertKernel):
         """Nothing: every row was added to its sums."""
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Offsets into the per-thread scratch of a kernel, and its size."""
+
+    block_bytes: int
+    """C tiles of a token block."""
+    edges: int
+    """Tiles of the last k's."""
+    copy: int
+    """A k block of the rows."""
+    partials: int
+    """Unfinished C tiles."""
+    partial_bytes: int
+    """Of a row block and a token block."""
+    panels: int
+    """Staged rows."""
+    size: int
+
+    @classmethod
+    def of(cls, kernel: ExpertKernel) -> Scratch:
+        """The scratch that a kernel needs."""
+        isa, variant = isas.by_name(kernel.isa), kernel.variant
+        groups = len(groups_of(kernel.block_tokens))
+        kept = LAUNCH_BLOCKS if variant.copied else 1  # token blocks whose C is kept
+        sources = max(kernel.matrices, variant.neighbours)
+        block_bytes = 2 * groups * _TILE
+        partial_bytes = GROUP * kernel.block_tokens * isa.sum_bytes if variant.k_block else 0
+        copied = GROUP * kernel.copy_stride if variant.copied else 0
+        staged = kernel.format.staged_rows * kernel.panel_stride
+        offsets, end = [], 0
+        # A layout may read 60 bytes past the last row of a C tile.
+        sizes = (kept * block_bytes + _LINE, 2 * _EDGE, sources * copied, kept * sources * partial_bytes, 2 * staged)
+        for size in sizes:
+            offsets.append(end)
+            end += size
+        _, edges, copy, partials, panels = offsets
+        return cls(block_bytes, edges, copy, partials, partial_bytes, panels, end)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that are multiplied together: up to two blocks of 16."""
+
+    sources: list[Value]
+    stride: int
+    chunks: int
+    """Whole chunks of them in `sources`."""
+    tails: list[Value]
+    """The last k's, or nothing."""
+    plan: TilePlan
+    stream: _Stream
+
+
 class _Emitter:
     """Writes the loop nest of one expert kernel."""
 
     def __init__(self, kernel: ExpertKernel) -> None:
         self.kernel = kernel
+        self.variant = kernel.variant
         self.isa = isas.by_name(kernel.isa)
         self.groups = groups_of(kernel.tokens)
+        self.scratch = kernel.scratch
         self.module = Module(kernel.name, self.isa.tuning)
         with self.module.function(kernel.name, kernel.parameters()) as (self.b, self.arg):
+            self.c = self.arg.scratch
+            """The C tiles of the current token block."""
             self._rows()
 
     # What epilogues use ------------------------------------------------------------------------------------------
 
     def c_tile(self, block: int, group: int) -> Value:
         """The stored C of A block `block` and token group `group`."""
-        return self.arg.scratch.at(_TILE * (2 * block + group))
+        return self.c.at(self.scratch.block_bytes // 2 * block + _TILE * group)
 
     def group(self, operand: Value, k: int, block: Value, group: int) -> Value:
         """Where a token group begins in an operand of `k` k's."""
         chunk_bytes = 64 * chunks_of(k)
-        return operand.at(block * (MAX_TOKENS * chunk_bytes) + GROUP * group * chunk_bytes)
+        return operand.at(
+            block * (self.kernel.block_tokens * chunk_bytes) + GROUP * group * chunk_bytes
+        )
 
     def bias(self, biases: Value, row: Value, rows: int, step: int) -> Value | None:
         """The biases of 16 rows in fp32, zero from `rows` on."""
@@ -254,17 +374,17 @@ class _Emitter:
 
     def token_blocks(self) -> AbstractContextManager[Value]:
         """A loop over the token blocks: only full ones come several at a time."""
-        return self.b.loop(0, self.arg.blocks if self.kernel.tokens == MAX_TOKENS else 1)
+        full = self.kernel.tokens == self.kernel.block_tokens
+        return self.b.loop(0, self.arg.blocks if full else 1)
 
     # The loop nest -----------------------------------------------------------------------------------------------
 
     def _rows(self) -> None:
         kernel, b = self.kernel, self.b
-        count = kernel.neighbours(self.isa)
+        count = self.variant.neighbours
         step = GROUP * count if kernel.format.direct else kernel.format.staged_rows
         whole = kernel.outputs // step * step
-        matrices = len(kernel.blocks(self.arg, b.const(i64, 0), count))
-        plan = self.isa.plan(self.groups, matrices)
+        plan = self._plan(count)
         self.isa.configure(b, plan)
         with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
             if kernel.format.direct:
@@ -272,16 +392,24 @@ class _Emitter:
             else:
                 self._staged(plan, row, step)
         with b.if_(self.arg.end_row.eq(kernel.outputs)):
-            self._last_rows(self.isa.plan(self.groups, matrices // count), whole)
+            self._last_rows(whole)
             kernel.finish(self)
         self.isa.release(b)
 
-    def _last_rows(self, plan: TilePlan, whole: int) -> None:
+    def _plan(self, neighbours: int) -> TilePlan:
+        blocks = self.kernel.matrices if self.variant.together else 1
+        return self.isa.plan(self.groups, blocks * neighbours, self.variant)
+
+    def _last_rows(self, whole: int) -> None:
         """The rows from `whole` on, which are fewer than a step."""
         kernel = self.kernel
+        if whole == kernel.outputs:
+            return
+        plan = self._plan(1)
+        if self.variant.neighbours > 1:
+            self.isa.configure(self.b, plan)
         if not kernel.format.direct:
-            if whole < kernel.outputs:
-                self._staged(plan, self.b.const(i64, whole), kernel.outputs - whole)
+            self._staged(plan, self.b.const(i64, whole), kernel.outputs - whole)
             return
         for first in range(whole, kernel.outputs, GROUP):
             row = self.b.const(i64, first)
@@ -293,34 +421,38 @@ class _Emitter:
     def _direct(self, plan: TilePlan, row: Value, count: int) -> None:
         """`count` neighbouring blocks of 16 rows, read where they are; only the last k's are staged."""
         kernel, format_ = self.kernel, self.kernel.format
-        sources = kernel.blocks(self.arg, row, count)
-        edges = self.arg.scratch.at(_C_BYTES)
-        tails = [edges.at(_EDGE * i) for i in range(len(sources))]
+        sources = kernel.row_blocks(self.arg, row, count)
+        edges = self.arg.scratch.at(self.scratch.edges)
         whole = kernel.inputs // CHUNK * CHUNK
+        tails = []
         if whole < kernel.inputs:
+            tails = [edges.at(_EDGE * i) for i in range(len(sources))]
             format_.stage(self.b, sources, GROUP, whole, kernel.inputs, tails, 64)
-        ahead = [source.at(plan.rows * count * format_.row_bytes) for source in sources]
+        chunks = whole // CHUNK
+        stream = _Stream(self, plan, row, count, chunks)
+        rows = _Rows(sources, format_.row_bytes, chunks, tails, plan, stream)
+        if self.variant.copied:
+            self._copied(rows, row, count)
+            return
         with self.token_blocks() as block:
-            prefetcher = _Prefetcher(self, plan, row, ahead)
-            stride, chunks = format_.row_bytes, whole // CHUNK
-            self._multiply(plan, block, sources, stride, chunks, tails, prefetcher)
+            self._multiply(rows, block)
             kernel.epilogue(self, row, GROUP, count, block)
 
     def _staged(self, plan: TilePlan, row: Value, rows: int) -> None:
         """Up to `staged_rows` rows, written to scratch as plain rows first."""
         kernel, b = self.kernel, self.b
-        panels = self.arg.scratch.at(_C_BYTES + 2 * _EDGE)
+        panels = self.arg.scratch.at(self.scratch.panels)
         stride = kernel.panel_stride
-        sources = kernel.blocks(self.arg, row, 1)
+        sources = kernel.row_blocks(self.arg, row, 1)
         bases = [panels.at(kernel.format.staged_rows * stride * i) for i in range(len(sources))]
         kernel.format.stage(b, sources, rows, 0, kernel.inputs, bases, stride)
 
         def compute(first: Value, valid: int) -> None:
             blocks = [base.at(first * stride) for base in bases]
+            chunks = chunks_of(kernel.inputs)
+            nothing = _Stream(self, plan, row, 0, chunks)
             with self.token_blocks() as block:
-                nothing = _Prefetcher(self, plan, row, [])
-                chunks = chunks_of(kernel.inputs)
-                self._multiply(plan, block, blocks, stride, chunks, [], nothing)
+                self._multiply(_Rows(blocks, stride, chunks, [], plan, nothing), block)
                 kernel.epilogue(self, row + first, valid, 1, block)
 
         whole, rest = rows // GROUP * GROUP, rows % GROUP
@@ -329,35 +461,108 @@ class _Emitter:
         if rest:
             compute(b.const(i64, whole), rest)
 
-    def _multiply(
+    def _multiply(self, rows: _Rows, block: Value) -> None:
+        """All C tiles of the rows and a token block: panel by panel, each k block by k block."""
+        b = self.b
+        k_chunks = self.variant.k_block // CHUNK
+        if not 0 < k_chunks < rows.chunks:
+            everything = _KBlock(b.const(i64, 0), b.const(i64, rows.chunks))
+            self._sweep(rows, rows.sources, rows.stride, everything, block, (0, GROUP))
+            return
+        with (
+            b.loop(0, GROUP, self.variant.panel) as top,
+            b.loop(0, rows.chunks, k_chunks) as first,
+        ):
+            part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
+            sources = [source.at(first * 64) for source in rows.sources]
+            panel = (top, top + self.variant.panel)
+            self._sweep(rows, sources, rows.stride, part, block, panel)
+
+    def _copied(self, rows: _Rows, row: Value, count: int) -> None:
+        """All C tiles of the rows and all token blocks: each k block of the rows is copied to L1 first.
+
+        Rows whose distance is a power of two share a few sets of L1, and all token blocks read them again.
+        """
+        b, kernel, scratch = self.b, self.kernel, self.scratch
+        stride = kernel.copy_stride
+        into = [self.arg.scratch.at(scratch.copy + GROUP * stride * i) for i in range(len(rows.sources))]
+        k_chunks = self.variant.k_block // CHUNK
+        with b.loop(0, rows.chunks, k_chunks) as first:
+            part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
+            for source, target in zip(rows.sources, into, strict=True):
+                _copy(b, source.at(first * 64), rows.stride, target, stride, part.end - first)
+            with self._kept_blocks() as block:
+                self._sweep(rows, into, stride, part, block, (0, GROUP))
+        with self._kept_blocks() as block:
+            kernel.epilogue(self, row, GROUP, count, block)
+
+    @contextmanager
+    def _kept_blocks(self) -> Iterator[Value]:
+        """The token blocks, each with C tiles of its own."""
+        with self.token_blocks() as block:
+            self.c = self.arg.scratch.at(block * self.scratch.block_bytes)
+            yield block
+        self.c = self.arg.scratch
+
+    def _sweep(
         self,
-        plan: TilePlan,
-        block: Value,
+        rows: _Rows,
         sources: list[Value],
         stride: int,
-        chunks: int,
-        tails: list[Value],
-        prefetcher: _Prefetcher,
+        part: _KBlock,
+        block: Value,
+        panel: tuple[Value | int, Value | int],
     ) -> None:
-        """All C tiles of a row block and a token block: every pass over k, for every part of the rows."""
-        b, kernel = self.b, self.kernel
-        streaming = bool(tails) and kernel.tokens < MAX_TOKENS
-        with b.loop(0, GROUP, plan.rows) as part:
-            for one in plan.passes:
-                with b.loop(0, one.groups) as group, b.loop(0, one.repeat) as number:
-                    tokens = _Pass(self, plan, one, group, number, block, streaming)
-                    with b.loop(0, chunks) as chunk:
-                        prefetcher.step()
-                        rows = [source.at(part * stride + chunk * 64) for source in sources]
-                        tokens.step(rows, stride, chunk)
-                    if tails and kernel.inputs % CHUNK:
-                        rows = [tail.at(part * 64) for tail in tails]
-                        tokens.step(rows, 64, b.const(i64, chunks))
-                    tokens.store(part)
+        """Rows `panel` times a token block over a k block, which begins at `sources`: every pass for every part of them."""
+        b, plan = self.b, rows.plan
+        with b.loop(*panel, plan.rows) as top:
+            for first in range(0, len(sources), plan.blocks):
+                chosen = range(first, first + plan.blocks)
+                for one in plan.passes:
+                    with b.loop(0, one.groups) as group, b.loop(0, one.repeat) as number:
+                        tokens = _Pass(self, plan, one, group, number, block, first, top)
+                        if part.goes_on is not None:
+                            with b.if_(part.goes_on):
+                                tokens.restore()
+                        at = [sources[i].at(top * stride) for i in chosen]
+                        with b.loop(part.first, part.end) as chunk:
+                            rows.stream.step()
+                            here = [source.at((chunk - part.first) * 64) for source in at]
+                            tokens.step(here, stride, chunk)
+                        if part.ends is None:
+                            self._finish_pass(rows, tokens, chosen, top)
+                            continue
+                        with b.if_else(part.ends) as (last, more):
+                            with last:
+                                self._finish_pass(rows, tokens, chosen, top)
+                            with more:
+                                tokens.save()
+
+    def _finish_pass(self, rows: _Rows, tokens: _Pass, chosen: range, top: Value) -> None:
+        if rows.tails:
+            tails = [rows.tails[i].at(top * 64) for i in chosen]
+            tokens.step(tails, 64, self.b.const(i64, rows.chunks))
+        tokens.store(top)
+
+
+class _KBlock:
+    """Chunks `first`…`end` of `chunks`; without that, they are all there are."""
+
+    def __init__(self, first: Value, end: Value, chunks: int | None = None) -> None:
+        self.first, self.end = first, end
+        self.goes_on = None if chunks is None else first > 0
+        self.ends = None if chunks is None else end.eq(chunks)
+
+
+def _copy(b: Builder, source: Value, step: int, into: Value, stride: int, chunks: Value) -> None:
+    """16 rows of some chunks, from rows `step` bytes apart to rows `stride` bytes apart."""
+    with b.loop(0, GROUP) as row, b.loop(0, chunks) as chunk:
+        vector = source.at(row * step + chunk * 64).load(vec(i32, GROUP))
+        into.at(row * stride + chunk * 64).store(vector)
 
 
 class _Pass:
-    """The C tiles of one pass over k: zeroed at the beginning, stored at the end."""
+    """The C tiles of one pass over k: zeroed or restored at the beginning, saved or stored at the end."""
 
     def __init__(
         self,
@@ -367,11 +572,14 @@ class _Pass:
         group: Value,
         number: Value,
         block: Value,
-        streaming: bool,
+        first: int,
+        top: Value,
     ) -> None:
-        self.e, self.plan, self.tiles, self.streaming = e, plan, one.tiles, streaming
+        self.e, self.plan, self.tiles, self.first = e, plan, one.tiles, first
         inputs = e.kernel.inputs
         shift = number * (e.isa.layout.token_bytes * one.tiles[0].tokens)
+        # Passes of several tiles have a group each, and go on by as many groups.
+        group = group * len(one.tiles)
         next_group = group * (GROUP * 64 * chunks_of(inputs)) + shift
         self.operands = [
             e.group(e.arg.operand, inputs, block, tile.group).at(next_group) for tile in one.tiles
@@ -381,58 +589,95 @@ class _Pass:
             [e.isa.accumulators(e.b, plan, tile, i, j) for j, tile in enumerate(one.tiles)]
             for i in range(plan.blocks)
         ]
+        token = group * GROUP + number * one.tiles[0].tokens
+        kept = block if e.variant.copied else 0
+        self._saved = e.b.const(i64, e.scratch.partials) + kept * (
+            e.scratch.partial_bytes * max(e.kernel.matrices, e.variant.neighbours)
+        )
+        self._token, self._top = token, top
 
     def step(self, rows: list[Value], stride: int, chunk: Value) -> None:
         """One chunk: A tiles at `rows`, `stride` bytes from row to row, times the operand's chunk number `chunk`."""
         e, isa, b, plan = self.e, self.e.isa, self.e.b, self.plan
-        a = [isa.load_a(b, plan, i, at, stride, self.streaming) for i, at in enumerate(rows)]
+        streaming = e.variant.streaming
+        a = [isa.load_a(b, plan, i, at, stride, streaming) for i, at in enumerate(rows)]
         for j, tile in enumerate(self.tiles):
             at = self.operands[j].at(chunk * (64 * e.groups[tile.group]))
             v = isa.load_b(b, plan, tile, j, at)
             for i in range(plan.blocks):
                 isa.dot(b, self.c[i][j], a[i], v)
 
-    def store(self, part: Value) -> None:
-        """To the scratch, as rows `part`… of their blocks."""
+    def store(self, top: Value) -> None:
+        """To the scratch, as rows `top`… of their blocks."""
         e = self.e
         for i in range(self.plan.blocks):
             for j, tile in enumerate(self.tiles):
-                into = e.c_tile(i, tile.group).at(self.c_offset)
-                e.isa.store(e.b, self.plan, self.c[i][j], tile, into, part)
+                into = e.c_tile(self.first + i, tile.group).at(self.c_offset)
+                e.isa.store(e.b, self.plan, self.c[i][j], tile, into, top)
+
+    def save(self) -> None:
+        """Keep the unfinished tiles for the next block of k."""
+        for c, tile, at in self._unfinished():
+            self.e.isa.save(self.e.b, self.plan, c, tile, at)
+
+    def restore(self) -> None:
+        """Go on from the tiles of the last block of k."""
+        for c, tile, at in self._unfinished():
+            self.e.isa.restore(self.e.b, self.plan, c, tile, at)
+
+    def _unfinished(self) -> Iterator[tuple[Any, BTile, Value]]:
+        """The C tiles, and where they are kept: those of 16 rows and a tile's tokens have a place in common."""
+        e = self.e
+        for i in range(self.plan.blocks):
+            for j, tile in enumerate(self.tiles):
+                token = self._token + (GROUP * tile.group + tile.first)
+                offset = self._saved + e.scratch.partial_bytes * (self.first + i)
+                offset = offset + token * (GROUP * e.isa.sum_bytes)
+                offset = offset + self._top * (tile.tokens * e.isa.sum_bytes)
+                yield self.c[i][j], tile, e.arg.scratch.at(offset)
 
 
-class _Prefetcher:
-    """Asks for the rows to come, in memory order, while the current ones are multiplied.
+class _Stream:
+    """Asks for the rows to come, in memory order and evenly, while the current ones are multiplied.
 
-    The rows of an A tile are read side by side, so what is ahead of them begins one tile further. Memory order matters:
-    cache lines along a row stream, one line a row does not. The position is clamped to the end of the rows, where
-    asking again costs nothing.
+    Memory order matters: cache lines along a row stream, one line a row does not. After the last rows of the call come
+    those that the thread will be given next. A line may be asked for more than once, some time apart: a CPU drops
+    prefetches when it is short of places for misses, or when it has to look up the page.
     """
 
-    def __init__(self, e: _Emitter, plan: TilePlan, row: Value, ahead: list[Value]) -> None:
-        lines = e.isa.prefetch_lines(plan)
-        self.b = e.b
-        self.ahead = ahead if lines else []
-        if not self.ahead:
+    def __init__(self, e: _Emitter, plan: TilePlan, row: Value, count: int, chunks: int) -> None:
+        kernel, b = e.kernel, e.b
+        rows = GROUP * count
+        self.distances = e.variant.ahead
+        adjacent = kernel.row_span < 2 * kernel.inputs + _LINE  # else most lines are somebody else's
+        self.active = bool(self.distances and count and chunks and adjacent)
+        if not self.active:
             return
-        self.lines = -(-lines // len(ahead))
-        rows = plan.rows * (len(ahead) if isinstance(e.kernel, Down) else 1)
-        left = (e.arg.end_row - row - rows) * e.kernel.format.row_bytes
-        self.last = e.b.max(left - 64 * self.lines, 0)
-        self.offset: Var = e.b.var(i64, 0)
+        here = kernel.streams(e.arg, row + rows, count)
+        next_ = kernel.streams(kernel.following(e.arg), e.arg.next_row, count)
+        inside = row + rows < e.arg.end_row
+        self.ahead = [b.select(inside, x, y) for x, y in zip(here, next_, strict=True)]
+        size = GROUP * kernel.row_span
+        steps = GROUP // plan.rows * plan.sweeps * chunks * kernel.blocks
+        steps *= len(self.ahead) // plan.blocks
+        self.bytes = -(-size // steps)
+        self.lines = -(-self.bytes // _LINE)
+        self.last = max(0, size - _LINE * self.lines)
+        self.b, self.offset = b, b.var(i64, 0)
 
     def step(self) -> None:
-        """What goes with one chunk."""
-        if not self.ahead:
+        """What goes with one chunk of one pass."""
+        if not self.active:
             return
         offset = self.offset.get()
         for address in self.ahead:
-            for line in range(self.lines):
-                address.at(offset + 64 * line).prefetch(2)
-        self.offset.set(self.b.min(offset + 64 * self.lines, self.last))
+            for distance in self.distances:
+                for line in range(self.lines):
+                    address.at(offset + (distance + _LINE * line)).prefetch(2)
+        self.offset.set(self.b.min(offset + self.bytes, self.last))
 
 
 def _signature(pointers: tuple[str, ...], *integers: str) -> dict[str, L.Type]:
     parameters: dict[str, L.Type] = dict.fromkeys(pointers, ptr)
-    parameters |= dict.fromkeys((*integers, "first_row", "end_row", "blocks"), i64)
+    parameters |= dict.fromkeys((*integers, "next_row", "first_row", "end_row", "blocks"), i64)
     return parameters | {"scratch": ptr}

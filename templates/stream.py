@@ -7,12 +7,12 @@ depends on everything that was read, or LLVM would drop the loads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from expertile.codegen import isa as isas
 from expertile.codegen.ir import Builder, Module, Value, Var, i8, i64, ptr, vec
-from expertile.codegen.isa import TileIsa, TilePlan
+from expertile.codegen.isa import BTile, Pass, TileIsa, TilePlan
 from expertile.codegen.layouts import GROUP, groups_of
-from expertile.templates.expert import MAX_TOKENS
 
 LINE = 64
 """Bytes of a cache line, of a vector and of a tile row."""
@@ -21,6 +21,10 @@ _Line = vec(i64, LINE // 8)
 _LineBytes = vec(i8, LINE)
 _BLOCK = GROUP * LINE
 _SUMS = 16
+_TOKENS = 2 * GROUP
+"""Of a multiplication out of registers."""
+_TILE_SUMS = 4
+"""Enough that no load waits for an xor, and few enough for the registers of any CPU: caches deliver quickly."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,23 @@ class VectorRead:
 
 @dataclass(frozen=True)
 class TileRead:
-    """Read `amount` bytes in tiles of 16 rows, `row_bytes` apart. The result means nothing: a tile can't be added up.
+    """Read `amount` bytes `sweeps` times over in an ISA's own tiles: 16 rows of 64 bytes, `row_bytes` apart.
 
-    For ISAs whose tile load is an instruction that LLVM must keep (AMX).
+    What is left after the last whole block of 16 rows is read line by line. The result is the xor of all 8-byte words,
+    as often as they were read; but a tile in a tile register (AMX) can't be added up, and adds nothing.
     """
 
     isa: str
     row_bytes: int
-    """A multiple of 64."""
+    """A multiple of 64; 64 itself: tiles packed one after another."""
     streaming: bool
-    """Load with the hint that the tile will not be needed again soon."""
+    """Load with the hint that the tile will not be needed again soon, where the ISA has one."""
+    sweeps: int = 1
 
     @property
     def name(self) -> str:
-        return f"tile_read_{GROUP}x{self.row_bytes}{'_streaming' if self.streaming else ''}"
+        hint = "_streaming" if self.streaming else ""
+        return f"tile_read_{GROUP}x{self.row_bytes}{hint}"
 
     @property
     def block_bytes(self) -> int:
@@ -102,22 +109,36 @@ class TileRead:
         """The kernel as LLVM IR."""
         isa = isas.by_name(self.isa)
         module = Module(self.name, isa.tuning)
-        plan = isa.plan((1,), 1)
+        plan = TilePlan((1,), 1, GROUP, (Pass((BTile(0, 0, 1),)),))  # whole blocks, one at a time
         with module.function(self.name, {"address": ptr, "bytes": i64}, returns=i64) as (b, arg):
+            sums = [b.var(_Line, b.zero(_Line)) for _ in range(_TILE_SUMS)]
             whole = arg.bytes // self.block_bytes * self.block_bytes
             isa.configure(b, plan)
-            with (
-                b.loop(0, whole, self.block_bytes) as block,
-                b.loop(0, self.row_bytes, LINE) as column,
-            ):
-                isa.load_a(
-                    b, plan, 0, arg.address.at(block + column), self.row_bytes, self.streaming
-                )
+            with b.loop(0, self.sweeps):
+                with (
+                    b.loop(0, whole, self.block_bytes) as block,
+                    b.loop(0, self.row_bytes, LINE) as column,
+                ):
+                    at = arg.address.at(block + column)
+                    tile = isa.load_a(b, plan, 0, at, self.row_bytes, self.streaming)
+                    for number, row in enumerate(_rows(tile)):
+                        sum_ = sums[number % len(sums)]
+                        sum_.set(sum_.get() ^ row)
+                _rest(b, arg.address, whole, arg.bytes, sums[0])
             isa.release(b)
-            sum_ = b.var(_Line, b.zero(_Line))
-            _rest(b, arg.address, whole, arg.bytes, sum_)
-            b.ret(_xor_lanes([sum_]))
+            b.ret(_xor_lanes(sums))
         return str(module)
+
+
+def _rows(tile: Any) -> list[Value]:
+    """The rows of a loaded A tile as vectors, which have to be used; none if it is in a tile register."""
+    match tile:
+        case int():
+            return []
+        case (Value() as address, int() as stride):  # not loaded before it is multiplied
+            return [address.at(row * stride).load(_Line) for row in range(GROUP)]
+        case _:
+            return [row.bitcast(_Line) for row in tile]
 
 
 @dataclass(frozen=True)
@@ -143,7 +164,9 @@ class Multiply:
 
     def _plan(self) -> tuple[TileIsa, TilePlan]:
         isa = isas.by_name(self.isa)
-        return isa, isa.plan(groups_of(MAX_TOKENS), 2)
+        together = [variant for variant in isa.variants(_TOKENS, 2) if variant.together]
+        most = max(together, key=lambda variant: variant.rows * variant.tokens)
+        return isa, isa.plan(groups_of(_TOKENS), 2, most)
 
     def ir(self) -> str:
         """The kernel as LLVM IR."""

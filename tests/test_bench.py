@@ -14,7 +14,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import expertile
 from expertile import _bench
+from expertile._bench import fresh, profiles, reuse
+from expertile._bench.implementations import ours
+from expertile._bench.workload import Subject, skewed
 from expertile.codegen import isa as isas
 from expertile.runtime import jit, openmp, roofline
 from expertile.templates.stream import Multiply, VectorRead
@@ -146,6 +150,32 @@ def test_routings_name_distinct_experts_and_count_their_bytes() -> None:
         torch.testing.assert_close(call.router.sum(1), torch.ones(7))
 
 
+@pytest.mark.parametrize(("experts", "cold"), [(128, 60), (16, 15)])
+def test_a_skewed_batch_has_one_busy_expert(experts: int, cold: int) -> None:
+    shape = _bench.Shape("test", 16, 8, experts, 4)
+    calls = skewed(shape, 2)
+    assert [call.layer for call in calls[:4]] == [0, 1, 0, 1]
+    for call in calls:
+        assert call.ids.shape == call.router.shape == (500 + cold, 4)
+        _, tokens = call.ids[call.ids >= 0].unique(return_counts=True)
+        assert sorted(tokens.tolist()) == [1] * cold + [500]
+        assert call.bytes == (cold + 1) * shape.expert_bytes
+    assert len({call.ids[0, 0].item() for call in calls}) > 1
+
+
+def test_a_subject_has_whole_layers_and_compiles_what_calls_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = _bench.Shape("test", 64, 32, 6, 2)
+    subject = Subject.of(shape, 6 * 2 * 3 * 64 * 32 * 2.5 / 2**30)
+    assert (len(subject.layers), len(subject.matrices)) == (3, 6)
+    asked: list[list[int]] = []
+    monkeypatch.setattr("expertile.compile", lambda spec, rows: asked.append(rows))
+    ids = torch.tensor([[0, 1], [1, -1], [1, 5]])
+    subject.compile([_bench.Call(0, ids, torch.ones(3, 2), 0)])
+    assert asked == [[1, 3]]
+
+
 SPREAD = {"median", "low", "high", "rounds"}
 
 
@@ -178,6 +208,62 @@ def test_a_measurement_has_all_its_parts(gpt_oss: bool) -> None:
     assert all(peer["difference"] < 2e-2 for peer in found["peers"])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_profile_has_a_thread_s_times_in_each_pass(threads: int) -> None:
+    if threads > 1 and openmp.runtime() is None:
+        pytest.skip("no OpenMP runtime")
+    shape = _bench.Shape("test", 256, 128, 70, 2)
+    with _bench.torch_threads(threads):
+        found = profiles.measure(shape, [1, 3], gib=1e-4, seconds=0.2, threads=threads)
+    assert json.loads(json.dumps(found)) == found
+    assert [(b["batch"], b["tokens"]) for b in found["batches"]] == [
+        ("1", 1), ("3", 3), ("skewed", 560),
+    ]  # fmt: skip
+    read = found["read"]["gb_per_s"][found["read"]["best"]]
+    for batch in found["batches"]:
+        assert set(batch["ms"]) == set(batch["idle"]) == SPREAD
+        assert batch["ms"]["rounds"] >= 3
+        assert 0 <= batch["idle"]["median"] < 1
+        assert [row["pass"] for row in batch["passes"]] == ["gather", "gate_up", "down"]
+        for row in batch["passes"]:
+            assert 1 <= row["imbalance"]["median"] <= threads
+            assert 0 <= row["idle"]["median"] <= 1
+            assert 1 <= len(row["threads"]) <= threads
+            assert all(each["busy_ms"] >= 0 <= each["barrier_ms"] for each in row["threads"])
+    # 61 experts, whose weights take as long as they do at the read bandwidth
+    gate_up, down = batch["passes"][1]["threads"], batch["passes"][2]["threads"]
+    if threads == 1:
+        assert gate_up[0]["weight_bytes"] == 2 * down[0]["weight_bytes"] == 61 * 4 * 256 * 128
+        fetch = [down[0]["weight_bytes"] / read[name] / 1e6 for name in ("high", "low")]
+        assert fetch[0] * 0.99 <= down[0]["fetch_ms"] <= fetch[1] * 1.01
+        assert gate_up[0]["fetch_ms"] == pytest.approx(2 * down[0]["fetch_ms"])
+
+
+def test_reuse_is_measured_beside_its_model() -> None:
+    shape = _bench.Shape("test", 64, 32, 8, 4)
+    found = reuse.measure(shape, [1, 16], gib=1e-4, seconds=0.2, threads=1)
+    assert json.loads(json.dumps(found)) == found
+    one, many = found["calls"]
+    assert (one["tokens"], one["distinct_experts"], one["reuse"]) == (1, 4, 1)
+    assert (many["tokens"], many["distinct_experts"], many["reuse"]) == (16, 8, 8)
+    for row in found["calls"]:
+        for name in ("ms", "model_ms", "share_of_read", "token_major_ms", "speedup"):
+            assert set(row[name]) == SPREAD
+    read = found["read"]["gb_per_s"][found["read"]["best"]]
+    assert many["model_ms"]["low"] >= 8 * shape.expert_bytes / read["high"] / 1e6 / 1.01
+
+
+def test_without_reuse_each_token_is_a_call_of_its_own() -> None:
+    shape = _bench.Shape("test", 64, 32, 8, 4)
+    weights, (call, *_) = _bench.Weights.random(shape), _bench.schedule(shape, 1, 5)
+    x = torch.randn(5, 64).bfloat16()
+    arguments = (weights, x, call.ids, call.router)
+    before = expertile.calls()
+    y = reuse.token_major(ours(shape))(*arguments)
+    assert expertile.calls() == before + 5
+    assert torch.equal(y, ours(shape)(*arguments))
+
+
 def _cli() -> typer.Typer:
     cli = typer.Typer()
     cli.command()(_bench.bench)
@@ -200,6 +286,28 @@ def test_the_command_prints_and_writes_the_same_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("question", "tables"),
+    [
+        ("--profile", ["profiles"]),
+        ("--reuse", ["reuse"]),
+        ("--profile --reuse", ["profiles", "reuse"]),
+    ],
+)
+def test_other_questions_are_asked_instead(question: str, tables: list[str]) -> None:
+    options = f"--shape 64x32x4x2 --tokens 2 --gib 0.0001 --seconds 0.1 --threads 1 {question}"
+    result = CliRunner().invoke(_cli(), [*options.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert set(report) == {"machine", *tables}
+    assert all(report[table][0]["name"] == "64x32x4x2" for table in tables)
+    shown = CliRunner().invoke(_cli(), options.split())
+    assert shown.exit_code == 0, shown.output
+    assert ("fetch:" in shown.stdout, "reuse:" in shown.stdout) == (
+        "profiles" in tables, "reuse" in tables,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
     "options", ["--shape 1x2x3", "--shape 8x8x2x3", "--tokens 1,b", "--tokens 0"]
 )
 def test_bad_options_are_refused(options: str) -> None:
@@ -212,4 +320,4 @@ def test_fresh_processes_with_a_filled_cache_compile_nothing() -> None:
     found = _bench.host()
     assert found["compiled_cold"] > 0
     assert found["compiled_warm"] == 0
-    assert set(found["new_rows_cold_s"]) == {str(rows) for rows in _bench._STALLS}
+    assert set(found["new_rows_cold_s"]) == set(map(str, fresh.NEW_ROWS))

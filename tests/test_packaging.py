@@ -144,7 +144,8 @@ def test_wheel_holds_the_package_and_nothing_else(packages: Path) -> None:
 
 def _modules() -> set[str]:
     """Every module of the sources, by its place under the package."""
-    found = {path.name for path in (ROOT / "expertile").glob("*.py")}
+    door = ROOT / "expertile"
+    found = {str(path.relative_to(door)) for path in door.rglob("*.py")}
     for room in ("codegen", "templates", "runtime"):
         found |= {str(path.relative_to(ROOT)) for path in (ROOT / room).rglob("*.py")}
     return found

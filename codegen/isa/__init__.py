@@ -7,9 +7,9 @@ from functools import cache
 from importlib import import_module
 
 from expertile.codegen.errors import CodegenError
-from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 
-__all__ = ["BTile", "Pass", "TileIsa", "TilePlan", "by_name", "names", "select"]
+__all__ = ["BTile", "Pass", "TileIsa", "TilePlan", "Variant", "by_name", "names", "select"]
 
 _MODULES = ("amx", "avx512_bf16", "portable", "portable_exact")
 """In order of preference; `portable` runs everywhere, so what follows it is only used when asked for."""

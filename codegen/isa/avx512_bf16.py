@@ -13,8 +13,8 @@ _FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
 class Avx512Bf16(DotIsa):
     name = "avx512_bf16"
     summary = "512-bit vectors, VDPBF16PS"
-    sums = 24
-    tokens = 6
+    multiply_cycles = 1.0
+    shapes = ((4, 6), (4, 4), (2, 12), (8, 2), (16, 1))
 
     def unavailable(self) -> str | None:
         missing = [feature for feature in _FEATURES if not cpu.host().has(feature)]

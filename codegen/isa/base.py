@@ -3,15 +3,17 @@
 A template multiplies 16-row blocks of weights (A, row-major bf16) by groups of up to 16 tokens (B, laid out by
 `layout`) into C, over chunks of 32 k:
 
-    plan = isa.plan(groups, blocks)            which rows and tokens go together through one pass over k
+    variant = one of isa.variants(tokens, …)   how the kernel is blocked
+    plan = isa.plan(groups, blocks, variant)   which rows and tokens go together through one pass over k
     isa.configure(b, plan)
     c = isa.accumulators(b, plan, tokens)      zeroed C tiles, one for each (A tile, B tile)
     a = isa.load_a(…);  v = isa.load_b(…);  isa.dot(c, a, v)
+    isa.save(c, …);  isa.restore(c, …)         unfinished sums, between two blocks of k
     isa.store(c, …)                            as the layout's C
     isa.release(b)
 
-Every C element must be the same function of its own row of A and column of B, whatever plan it is computed in:
-that is what makes a token's result independent of the batch it comes in.
+Every C element must be the same function of its own row of A and column of B, whatever variant it is computed in:
+that is what makes a token's result independent of the batch it comes in, and of what a tuner prefers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, ClassVar
 
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value
-from expertile.codegen.layouts import OperandLayout
+from expertile.codegen.layouts import GROUP, OperandLayout
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,46 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """How a kernel is blocked, for registers, caches and memory: everything that may differ without a result differing."""
+
+    rows: int = GROUP
+    """Rows of an A tile: 16, or a divisor when a pass covers only a part of a block."""
+    tokens: int = GROUP
+    """Tokens of a pass, at most."""
+    neighbours: int = 1
+    """Neighbouring 16-row blocks of one matrix in a pass: 1 or 2."""
+    together: bool = True
+    """Whether gate and up share their passes; otherwise they take turns, row block by row block."""
+    k_block: int = 0
+    """k's, a multiple of 32, that all rows of a panel are multiplied by before the next ones; 0: all."""
+    panel: int = GROUP
+    """Rows of each matrix that share a block of k while it is in L1: a divisor of 16, a multiple of `rows`."""
+    copied: bool = False
+    """Whether a k block of the rows is copied to L1 first and multiplied by all token blocks there."""
+    streaming: bool = False
+    """Whether rows are loaded with the hint that they will not be needed again soon."""
+    ahead: tuple[int, ...] = ()
+    """Ask for the next rows while these are multiplied: every line once for each entry, which is how many bytes before
+    its turn in memory order. Empty: leave it to the hardware."""
+
+    @property
+    def name(self) -> str:
+        """Short, for the kernel's name."""
+        flags = "n" * (self.neighbours == 2) + "a" * (not self.together)
+        flags += "c" * self.copied + "s" * self.streaming
+        ahead = "".join(f"_{distance}" for distance in self.ahead)
+        return f"{self.rows}x{self.tokens}k{self.k_block}p{self.panel}{flags}{ahead}"
+
+
+@dataclass(frozen=True)
 class TilePlan:
     """How a block of 16-row A blocks by a block of tokens is cut up."""
 
     groups: tuple[int, ...]
     """Tokens in each group of the token block."""
     blocks: int
-    """16-row blocks multiplied together (gate and up; or two neighbours)."""
+    """16-row blocks in a pass (gate and up; or two neighbours)."""
     rows: int
     """Rows of an A tile: 16, or a divisor when a pass covers only part of a block."""
     passes: tuple[Pass, ...]
@@ -72,6 +107,12 @@ class TileIsa(ABC):
     layout: ClassVar[OperandLayout]
     summary: ClassVar[str]
     """One line for `expertile doctor`."""
+    multiply_cycles: ClassVar[float]
+    """Core cycles to multiply a chunk of a row by a token, when that is all there is to do."""
+    block_tokens: ClassVar[int] = 32
+    """Tokens of a block, a power of two; an expert with more gets several blocks and a rest."""
+    sum_bytes: ClassVar[int]
+    """Bytes of a C element that is saved before it is finished."""
     tuning: ClassVar[str | None] = None
     """The processor model that LLVM must schedule for, where the host's may not do."""
 
@@ -84,16 +125,20 @@ class TileIsa(ABC):
         """What LLVM compiles for."""
 
     @abstractmethod
-    def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
-        """The passes for token groups of the given sizes against `blocks` 16-row blocks (1 or 2)."""
+    def variants(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        """The variants worth choosing between for `tokens` (1…block_tokens) tokens and 1 or 2 matrices."""
 
     @abstractmethod
-    def neighbours(self, groups: Sequence[int]) -> int:
-        """How many neighbouring 16-row blocks of one matrix are best multiplied together: 1 or 2."""
+    def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
+        """The passes of a variant for token groups of the given sizes against `blocks` 16-row blocks (1 or 2)."""
 
     @abstractmethod
-    def prefetch_lines(self, plan: TilePlan) -> int:
-        """Cache lines of the next row block to ask for in each chunk step; 0 leaves it to the hardware."""
+    def load_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        """Core cycles to load the A and the B tiles of a pass and a chunk from L1, for the cost model."""
+
+    @abstractmethod
+    def store_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        """Core cycles to save and restore the C tiles of a pass, and to store the finished ones."""
 
     @abstractmethod
     def configure(self, b: Builder, plan: TilePlan) -> None:
@@ -120,6 +165,14 @@ class TileIsa(ABC):
     @abstractmethod
     def dot(self, b: Builder, c: Any, a: Any, v: Any) -> None:
         """C += A · B over one chunk."""
+
+    @abstractmethod
+    def save(self, b: Builder, plan: TilePlan, c: Any, tile: BTile, into: Value) -> None:
+        """Write an unfinished C tile, rows · tokens · sum_bytes bytes, for `restore`."""
+
+    @abstractmethod
+    def restore(self, b: Builder, plan: TilePlan, c: Any, tile: BTile, source: Value) -> None:
+        """Read what `save` wrote."""
 
     @abstractmethod
     def store(

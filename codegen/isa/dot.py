@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from expertile.codegen.ir import Builder, Value, Var, f32, i32, vec
-from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 from expertile.codegen.layouts import GROUP, RowLayout
 
-_STREAMING = 2
-"""Tokens up to which a pass multiplies faster than memory delivers."""
+_K_BLOCKS = (0, 512, 1024)
+_AHEAD = ((), (0,), (0, 4096), (0, 2048, 4096), (0, 512, 1024, 2048, 3072, 4096))
 
 Words = vec(i32, 16)
 Sums = vec(f32, 16)
@@ -26,43 +26,53 @@ class DotIsa(TileIsa):
     """Subclasses say how one vector of bf16 pairs is multiplied and how many sums their registers hold."""
 
     layout = RowLayout()
-    sums: ClassVar[int]
-    """C vectors of a pass."""
-    tokens: ClassVar[int]
-    """Tokens of a pass, at most."""
+    sum_bytes = 64
+    shapes: ClassVar[tuple[tuple[int, int], ...]]
+    """Rows (of all matrices) and tokens of a pass: as many sums stay in registers."""
 
     @abstractmethod
     def multiply(self, b: Builder, c: Value, a: Value, v: Value) -> Value:
         """c[p] + a[2p]·v[2p] + a[2p+1]·v[2p+1] in each of 16 lanes; a and v hold bf16 pairs as i32."""
 
-    def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
-        # Few loop bodies, so that a kernel compiles quickly: passes have at most two widths in a group, equal groups
-        # share theirs, and unequal groups take narrower passes, of which fewer have a rest.
+    def variants(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        found = [
+            Variant(
+                rows=rows // matrices if together else rows,
+                tokens=most,
+                together=together,
+                k_block=k_block,
+                panel=GROUP // matrices if together else GROUP,
+                ahead=ahead,
+            )
+            for rows, most in self.shapes
+            for together in {matrices == 1, True}
+            if rows >= matrices or not together
+            for k_block in _K_BLOCKS
+            for ahead in _AHEAD
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
+        # Few loop bodies, so that a kernel compiles quickly: passes have at most two widths in a group, and equal
+        # groups share theirs.
         equal = len(set(groups)) == 1
-        most = self.tokens if equal else min(self.tokens, 4)
-        passes, widest = [], 1
+        passes = []
         for group, tokens in enumerate(groups[:1] if equal else groups):
-            count = -(-tokens // most)
+            count = -(-tokens // variant.tokens)
             narrow, wider = divmod(tokens, count)
             together = len(groups) if equal else 1
             if wider:
                 passes.append(Pass((BTile(group, 0, narrow + 1),), wider, together))
             first = BTile(group, wider * (narrow + 1), narrow)
             passes.append(Pass((first,), count - wider, together))
-            widest = max(widest, narrow + bool(wider))
-        # One or two tokens leave memory the limit, and a few rows side by side stream better than many: 4 instead of 16
-        # gave 5 % at K = 768 (with twice the prefetches), on one machine.
-        rows = 4 if widest <= _STREAMING else GROUP
-        while rows > 1 and rows * widest * blocks > self.sums:
-            rows //= 2
-        return TilePlan(tuple(groups), blocks, rows, tuple(passes))
+        return TilePlan(tuple(groups), blocks, variant.rows, tuple(passes))
 
-    def neighbours(self, groups: Sequence[int]) -> int:
-        return 1
+    def load_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        return plan.rows * plan.blocks, one.tiles[0].tokens
 
-    def prefetch_lines(self, plan: TilePlan) -> int:
-        streaming = max(one.tiles[0].tokens for one in plan.passes) <= _STREAMING
-        return -(-plan.rows * plan.blocks * (2 if streaming else 1) // plan.sweeps)
+    def store_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        vectors = plan.rows * plan.blocks * one.tiles[0].tokens
+        return 3 * vectors, 3 * vectors  # a load and a store of half the speed; three instructions to add the lanes
 
     def configure(self, b: Builder, plan: TilePlan) -> None:
         """Vectors need no preparation."""
@@ -90,6 +100,18 @@ class DotIsa(TileIsa):
         for sums, row in zip(c, a, strict=True):
             for sum_, token in zip(sums, v, strict=True):
                 sum_.set(self.multiply(b, sum_.get(), row, token))
+
+    def save(
+        self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, into: Value
+    ) -> None:
+        for number, sum_ in enumerate(sum_ for row in c for sum_ in row):
+            into.at(64 * number).store(sum_.get())
+
+    def restore(
+        self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, source: Value
+    ) -> None:
+        for number, sum_ in enumerate(sum_ for row in c for sum_ in row):
+            sum_.set(source.at(64 * number).load(Sums))
 
     def store(
         self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, into: Value, row: Value

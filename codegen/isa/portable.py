@@ -17,8 +17,8 @@ def without_tiles() -> Target:
 class Portable(DotIsa):
     name = "portable"
     summary = "plain vectors on any CPU"
-    sums = 4
-    tokens = 2
+    multiply_cycles = 8.0
+    shapes = ((2, 2), (4, 1))
 
     def unavailable(self) -> str | None:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value, f32, i16, i32, vec
-from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan
+from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 from expertile.codegen.isa.portable import without_tiles
 from expertile.codegen.layouts import GROUP, PairLayout
 
@@ -23,6 +23,9 @@ _Bits = vec(i32, GROUP)
 class PortableExact(TileIsa):
     name = "portable_exact"
     layout = PairLayout()
+    multiply_cycles = 20.0
+    block_tokens = 64
+    sum_bytes = 4
     summary = "AMX arithmetic to the bit, in plain vectors (slow)"
 
     def unavailable(self) -> str | None:
@@ -34,15 +37,18 @@ class PortableExact(TileIsa):
     def target(self) -> Target:
         return without_tiles()
 
-    def plan(self, groups: Sequence[int], blocks: int) -> TilePlan:
+    def variants(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        return Variant(), Variant(k_block=64)
+
+    def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
         passes = tuple(Pass((BTile(group, 0, tokens),)) for group, tokens in enumerate(groups))
         return TilePlan(tuple(groups), blocks, rows=GROUP, passes=passes)
 
-    def neighbours(self, groups: Sequence[int]) -> int:
-        return 1
+    def load_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        return 0.0, 0.0  # the tiles stay in memory
 
-    def prefetch_lines(self, plan: TilePlan) -> int:
-        return 0
+    def store_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
+        return 2.0 * GROUP, GROUP
 
     def configure(self, b: Builder, plan: TilePlan) -> None:
         """Vectors need no preparation."""
@@ -84,12 +90,20 @@ class PortableExact(TileIsa):
             total = into.load(_Lanes) + chunk_sum
             into.store(_flush(b, total.bitcast(_Bits)))
 
-    def store(
-        self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value, row: Value
-    ) -> None:
+    def save(self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value) -> None:
         with b.loop(0, GROUP) as feature:
             lanes = c.at(feature * 64).load(_Lanes)
             into.at(feature * (4 * tile.tokens)).store_masked(lanes, tile.tokens)
+
+    def restore(self, b: Builder, plan: TilePlan, c: Value, tile: BTile, source: Value) -> None:
+        with b.loop(0, GROUP) as feature:
+            lanes = source.at(feature * (4 * tile.tokens)).load_masked(_Lanes, tile.tokens)
+            c.at(feature * 64).store(lanes)
+
+    def store(
+        self, b: Builder, plan: TilePlan, c: Value, tile: BTile, into: Value, row: Value
+    ) -> None:
+        self.save(b, plan, c, tile, into)  # the whole block, as it is stored
 
 
 def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:

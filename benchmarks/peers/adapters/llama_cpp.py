@@ -1,0 +1,165 @@
+"""llama.cpp: the graph of its expert layers, from the ggml libraries that its Python package is built with."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers.adapters import Peer, Run, Setup, register
+
+_F32, _I32, _BF16 = 0, 26, 30  # of enum ggml_type
+_GRAPH_NODES = 256
+_Pointer = ctypes.c_void_p
+_I64, _Size = ctypes.c_int64, ctypes.c_size_t
+
+
+class _Parameters(ctypes.Structure):
+    """struct ggml_init_params"""
+
+    _fields_ = (("size", _Size), ("buffer", _Pointer), ("no_alloc", ctypes.c_bool))
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result's type, then the arguments'
+    "ggml_init": (_Pointer, _Parameters),
+    "ggml_free": (None, _Pointer),
+    "ggml_tensor_overhead": (_Size,),
+    "ggml_graph_overhead": (_Size,),
+    "ggml_new_tensor_3d": (_Pointer, _Pointer, ctypes.c_int, _I64, _I64, _I64),
+    "ggml_new_tensor_2d": (_Pointer, _Pointer, ctypes.c_int, _I64, _I64),
+    "ggml_mul_mat_id": (_Pointer, _Pointer, _Pointer, _Pointer, _Pointer),
+    "ggml_swiglu": (_Pointer, _Pointer, _Pointer),
+    "ggml_mul": (_Pointer, _Pointer, _Pointer, _Pointer),
+    "ggml_add": (_Pointer, _Pointer, _Pointer, _Pointer),
+    "ggml_view_2d": (_Pointer, _Pointer, _Pointer, _I64, _I64, _Size, _Size),
+    "ggml_new_graph": (_Pointer, _Pointer),
+    "ggml_build_forward_expand": (None, _Pointer, _Pointer),
+    "ggml_set_input": (None, _Pointer),
+    "ggml_set_output": (None, _Pointer),
+    "ggml_gallocr_new": (_Pointer, _Pointer),
+    "ggml_gallocr_alloc_graph": (ctypes.c_bool, _Pointer, _Pointer),
+    "ggml_backend_cpu_buffer_type": (_Pointer,),
+    "ggml_backend_cpu_buffer_from_ptr": (_Pointer, _Pointer, _Size),
+    "ggml_backend_tensor_alloc": (ctypes.c_int, _Pointer, _Pointer, _Pointer),
+    "ggml_backend_tensor_set": (None, _Pointer, _Pointer, _Size, _Size),
+    "ggml_backend_tensor_get": (None, _Pointer, _Pointer, _Size, _Size),
+    "ggml_backend_graph_compute": (ctypes.c_int, _Pointer, _Pointer),
+    "ggml_backend_cpu_init": (_Pointer,),
+    "ggml_backend_cpu_set_n_threads": (None, _Pointer, ctypes.c_int),
+    "ggml_cpu_has_avx512_bf16": (ctypes.c_int,),
+}
+
+
+class _Ggml:
+    """The C functions that are used here, typed."""
+
+    def __init__(self) -> None:
+        spec = find_spec("llama_cpp")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("llama_cpp is not installed")
+        folder = Path(spec.submodule_search_locations[0]) / "lib"
+        libraries = [
+            ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+            for name in ("ggml-base", "ggml-cpu")
+        ]
+        for name, (result, *arguments) in _SIGNATURES.items():
+            function = next(f for lib in libraries if (f := getattr(lib, name, None)))
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("ggml_"), function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"ggml_{name} is missing from _SIGNATURES")
+
+
+@register
+class LlamaCpp(Peer):
+    """`mul_mat_id` · `swiglu` · `mul_mat_id` · weighted sum, on bf16 weights where they are and fp32 activations."""
+
+    name = "llama.cpp"
+    implementations = ("llama.cpp",)
+    requirements = (
+        "torch==2.13.0 numpy",
+        "--no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36",
+    )
+    install_variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}  # noqa: RUF012
+    scratch = 8
+    x_dtype = torch.float32
+    ids_dtype = torch.int32
+
+    def start(self, setup: Setup) -> str:
+        self.ggml, self.setup = _Ggml(), setup
+        self.backend = self.ggml.backend_cpu_init()
+        self.ggml.backend_cpu_set_n_threads(self.backend, setup.threads)
+        self.allocators = {
+            tokens: self.ggml.gallocr_new(self.ggml.backend_cpu_buffer_type())
+            for tokens in setup.tokens
+        }
+        vectors = "avx512_bf16" if self.ggml.cpu_has_avx512_bf16() else "no avx512_bf16"
+        return f"mul_mat_id bf16 ({vectors})"
+
+    def layer(self, gate_up: Tensor, down: Tensor) -> Mapping[str, Run]:
+        graphs = {tokens: _Graph(self, gate_up, down, tokens) for tokens in self.setup.tokens}
+        return {"llama.cpp": lambda x, ids, router: graphs[len(x)](x, ids, router)}
+
+
+class _Graph:
+    """A layer for one number of tokens. Its scratch is shared with the other layers' graphs of that size."""
+
+    def __init__(self, peer: LlamaCpp, gate_up: Tensor, down: Tensor, tokens: int) -> None:
+        self.ggml, self.backend, self.allocator = peer.ggml, peer.backend, peer.allocators[tokens]
+        self.size, self.tokens, self.weights = peer.setup.size, tokens, (gate_up, down)
+
+    @cached_property
+    def _built(self) -> tuple[int, int, int, int, int]:
+        """The graph, and its x, ids, router weights and result; allocated once, as all layers' graphs are alike."""
+        g, s, tokens = self.ggml, self.size, self.tokens
+        overhead = _GRAPH_NODES * g.tensor_overhead() + g.graph_overhead()
+        context = g.init(_Parameters(overhead, None, True))  # lives as long as the process
+        gate_up, down = (self._weight(context, weight) for weight in self.weights)
+        x = g.new_tensor_3d(context, _F32, s.hidden, 1, tokens)
+        ids = g.new_tensor_2d(context, _I32, s.top_k, tokens)
+        router = g.new_tensor_3d(context, _F32, 1, s.top_k, tokens)
+        for tensor in (x, ids, router):
+            g.set_input(tensor)
+        inner = g.swiglu(context, g.mul_mat_id(context, gate_up, x, ids))
+        each = g.mul(context, g.mul_mat_id(context, down, inner, ids), router)
+        row = 4 * s.hidden
+        slots = [
+            g.view_2d(context, each, s.hidden, tokens, s.top_k * row, slot * row)
+            for slot in range(s.top_k)
+        ]
+        graph, out = g.new_graph(context), slots[0]
+        g.build_forward_expand(graph, each)
+        for slot in slots[1:]:
+            out = g.add(context, out, slot)
+        g.set_output(out)
+        g.build_forward_expand(graph, out)
+        if not g.gallocr_alloc_graph(self.allocator, graph):
+            raise MemoryError(f"ggml could not allocate the graph of {tokens} tokens")
+        return graph, x, ids, router, out
+
+    def _weight(self, context: int, weight: Tensor) -> int:
+        """The tensor in place."""
+        buffer = self.ggml.backend_cpu_buffer_from_ptr(weight.data_ptr(), 2 * weight.numel())
+        experts, rows, columns = weight.shape
+        tensor: int = self.ggml.new_tensor_3d(context, _BF16, columns, rows, experts)
+        self.ggml.backend_tensor_alloc(buffer, tensor, weight.data_ptr())
+        return tensor
+
+    def __call__(self, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+        g = self.ggml
+        graph, *inputs, result = self._built
+        for tensor, value in zip(inputs, (x, ids, router), strict=True):
+            g.backend_tensor_set(tensor, value.data_ptr(), 0, 4 * value.numel())
+        status = g.backend_graph_compute(self.backend, graph)
+        if status != 0:
+            raise RuntimeError(f"ggml_backend_graph_compute ended with status {status}")
+        out = torch.empty_like(x)
+        g.backend_tensor_get(result, out.data_ptr(), 0, 4 * out.numel())
+        return out

@@ -1,0 +1,28 @@
+"""`expertile bench`: layer calls against what the machine can do at most, in the same rounds.
+
+The protocol is described in benchmarks/README.md. `workload` has what is computed (shapes, weights, routings),
+`implementations` who computes it, `protocol` how it is measured; `profiles`, `reuse` and `fresh` are further questions
+asked in the same way. `tables` shows the answers, `command` is the command line.
+"""
+
+from expertile._bench.command import bench, machine, torch_threads
+from expertile._bench.fresh import first_calls, host
+from expertile._bench.implementations import peers
+from expertile._bench.protocol import measure
+from expertile._bench.workload import SHAPES, Call, Shape, Weights, schedule, shape_from
+
+__all__ = [
+    "SHAPES",
+    "Call",
+    "Shape",
+    "Weights",
+    "bench",
+    "first_calls",
+    "host",
+    "machine",
+    "measure",
+    "peers",
+    "schedule",
+    "shape_from",
+    "torch_threads",
+]

@@ -1,0 +1,214 @@
+"""Which variant a kernel is compiled in: description → candidates → best (as in DeepGEMM).
+
+A description is a kernel without a variant: projection, shape, format, tokens. Its candidates are what the ISA thinks
+worth trying. The best is the one that `expertile tune` measured to be fastest on this machine, or else the one that a
+model of the core and its caches predicts to be. No variant changes a result.
+
+The model counts core cycles for 16 rows of each matrix and all tokens: multiplications against loads from L1 or L2 for
+every pass, what it costs to save, restore and finish C tiles, and the lines fetched from memory beside it. Its constants
+are rounded from measurements (docs/performance/notes.md); it only has to rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from expertile.codegen import cpu
+from expertile.codegen import isa as isas
+from expertile.codegen.cache import default_cache
+from expertile.codegen.isa import TilePlan, Variant
+from expertile.codegen.layouts import GROUP, chunks_of, groups_of
+from expertile.runtime.caches import caches
+from expertile.templates.expert import ExpertKernel
+
+Kernel = TypeVar("Kernel", bound=ExpertKernel)
+Size = tuple[int, int]
+"""Tokens of a block, and how many blocks at least."""
+
+FETCH_CYCLES = 9.0
+"""Core cycles for a cache line from memory, while all cores read."""
+_UNASKED, _DROPPED = 0.6, 0.25
+"""More of them if no line is asked for in time, or those asked for n times: by 1/n, as some requests get lost."""
+_HIDDEN = 0.7
+"""The part of the shorter of fetching and multiplying that the longer one hides."""
+_ASK_CYCLES = 0.4
+_L2_CYCLES = 2.0
+"""Core cycles to ask for a line, and for a line from L2."""
+_L1_PART = 0.8
+"""Of L1 that can be counted on."""
+
+
+# Candidates -------------------------------------------------------------------------------------------------------
+
+
+def candidates(kernel: ExpertKernel) -> tuple[Variant, ...]:
+    """The variants worth choosing between, of which no two are the same code."""
+    found: dict[Any, Variant] = {}
+    for variant in isas.by_name(kernel.isa).variants(kernel.tokens, kernel.matrices):
+        variant = _fitting(kernel, variant)
+        plan = _plan(replace(kernel, variant=variant))
+        found.setdefault((plan, replace(variant, rows=GROUP, tokens=GROUP)), variant)
+    return tuple(found.values())
+
+
+def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:
+    """The variant without what makes no difference to the kernel."""
+    if not kernel.format.direct:  # staged rows are in L2, and whoever staged them has asked for the next
+        variant = replace(variant, neighbours=1, copied=False, streaming=False, ahead=())
+    if variant.k_block >= kernel.inputs and not variant.copied:
+        variant = replace(variant, k_block=0)
+    return variant if variant.k_block else replace(variant, panel=GROUP)
+
+
+def _plan(kernel: ExpertKernel) -> TilePlan:
+    blocks = (kernel.matrices if kernel.variant.together else 1) * kernel.variant.neighbours
+    isa = isas.by_name(kernel.isa)
+    return isa.plan(groups_of(kernel.tokens), blocks, kernel.variant)
+
+
+def most_scratch(kernel: ExpertKernel) -> int:
+    """Bytes of per-thread scratch that suffice for any number of tokens in any variant."""
+    most = isas.by_name(kernel.isa).block_tokens
+    full = replace(kernel, tokens=most)
+    variants = {
+        _fitting(kernel, variant)
+        for tokens in range(1, most + 1)
+        for variant in isas.by_name(kernel.isa).variants(tokens, kernel.matrices)
+    }
+    return max(replace(full, variant=variant).scratch_bytes for variant in variants)
+
+
+# The best ---------------------------------------------------------------------------------------------------------
+
+
+def best(kernel: Kernel) -> Kernel:
+    """The kernel in the variant to use on this machine."""
+    possible = candidates(kernel)
+    measured = _nearest(tuned(description(kernel)), (kernel.tokens, kernel.blocks))
+    if measured is not None and _fitting(kernel, measured) in possible:
+        return replace(kernel, variant=_fitting(kernel, measured))
+    return ranked(kernel, possible)[0]
+
+
+def ranked(kernel: Kernel, variants: Sequence[Variant]) -> list[Kernel]:
+    """The kernel in each of the variants, those first that the model thinks fastest."""
+    return sorted((replace(kernel, variant=variant) for variant in variants), key=predict)
+
+
+def _nearest(measured: dict[Size, Variant], size: Size) -> Variant | None:
+    """The variant for the size that is the nearest by ratio, among those of one block or those of several."""
+    tokens, blocks = size
+    alike = [other for other in measured if (other[1] > 1) == (blocks > 1)]
+    if not alike:
+        return None
+    amount = tokens * blocks
+
+    def distance(other: Size) -> float:
+        theirs = other[0] * other[1]
+        return max(amount / theirs, theirs / amount)
+
+    return measured[min(alike, key=distance)]
+
+
+# The model --------------------------------------------------------------------------------------------------------
+
+
+def predict(kernel: ExpertKernel) -> float:
+    """Core cycles that a kernel takes for 16 rows of each matrix, as the model sees it."""
+    chunks = chunks_of(kernel.inputs)
+    lines = float(GROUP * kernel.matrices * chunks)
+    ahead = kernel.variant.ahead
+    late = _DROPPED / len(ahead) if ahead else _UNASKED
+    fetching = lines * FETCH_CYCLES * (1 + late) if kernel.format.direct else 0.0
+    multiplying = _multiplying(kernel, chunks) + lines * _ASK_CYCLES * len(ahead)
+    longer, shorter = max(fetching, multiplying), min(fetching, multiplying)
+    return longer + (1 - _HIDDEN) * shorter
+
+
+def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
+    """Cycles of all passes, with the weights in L2."""
+    isa, variant, plan = isas.by_name(kernel.isa), kernel.variant, _plan(kernel)
+    k_chunks = min(variant.k_block // 32 or chunks, chunks)
+    k_blocks = -(-chunks // k_chunks)
+    repeats = GROUP // plan.rows * (kernel.matrices if not variant.together else 1) / variant.neighbours
+    a_in_l1, b_in_l1 = _in_l1(kernel, plan, k_chunks)
+    cycles = 0.0
+    for number, one in enumerate(plan.passes):
+        tokens = sum(tile.tokens for tile in one.tiles)
+        rows = plan.rows * plan.blocks
+        a, b = isa.load_cycles(plan, one)
+        # The first pass finds the rows in L2, the others where they stay.
+        a += rows * _L2_CYCLES * (1 if not a_in_l1 else number == 0 and not variant.copied)
+        b += 0 if b_in_l1 else tokens * _L2_CYCLES
+        step = max(isa.multiply_cycles * rows * tokens, a + b)
+        saving, storing = isa.store_cycles(plan, one)
+        times = one.repeat * one.groups * repeats
+        cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
+    copying = GROUP * kernel.matrices * chunks * (_L2_CYCLES + 1) if variant.copied else 0.0
+    return cycles * kernel.blocks + copying
+
+
+def _in_l1(kernel: ExpertKernel, plan: TilePlan, k_chunks: int) -> tuple[bool, bool]:
+    """Whether the rows of a pass stay in L1 while they are needed again, and whether the tokens' operand does."""
+    variant, isa = kernel.variant, isas.by_name(kernel.isa)
+    room = _l1_bytes() * _L1_PART
+    rows = plan.rows * plan.blocks * 64 * k_chunks
+    if variant.copied:  # all rows of the k block stay, the tokens pass by
+        return True, False
+    tokens = kernel.tokens * 64 * k_chunks
+    unfinished = variant.panel * plan.blocks * kernel.tokens * isa.sum_bytes if variant.k_block else 0
+    return 2 * rows < room, rows + tokens + unfinished / 2 < room
+
+
+@cache
+def _l1_bytes() -> int:
+    found, _ = caches()
+    return found[0].bytes
+
+
+def corner(isa: str) -> int:
+    """Tokens from which on multiplying a row takes longer than fetching it."""
+    return max(1, round(FETCH_CYCLES / isas.by_name(isa).multiply_cycles))
+
+
+# What was measured ------------------------------------------------------------------------------------------------
+
+
+def description(kernel: Kernel) -> Kernel:
+    """What measurements are kept for: the kernel without its tokens and its variant."""
+    return replace(kernel, tokens=1, blocks=1, variant=Variant())
+
+
+@cache
+def tuned(kernel: ExpertKernel) -> dict[Size, Variant]:
+    """The measured best variants of a description, by size; empty if it was never tuned on this machine."""
+    data = default_cache().get(_key(kernel))
+    if data is None:
+        return {}
+    try:
+        return {tuple(entry["size"]): _variant(entry["variant"]) for entry in json.loads(data)}
+    except (KeyError, TypeError, ValueError):
+        return {}  # written by another version
+
+
+def keep(kernel: ExpertKernel, measured: dict[Size, Variant]) -> None:
+    """Remember the best variants of a description for this machine, for later processes too."""
+    entries = [{"size": size, "variant": asdict(variant)} for size, variant in measured.items()]
+    default_cache().put(_key(kernel), json.dumps(entries).encode())
+    tuned.cache_clear()
+
+
+def _variant(fields: dict[str, Any]) -> Variant:
+    return Variant(**fields | {"ahead": tuple(fields["ahead"])})
+
+
+def _key(kernel: ExpertKernel) -> str:
+    """Of a description on this machine."""
+    host, (found, _) = cpu.host(), caches()
+    machine = (cpu.model_name(), host.cpu, host.features, found)
+    return sha256(repr(("tuned", machine, kernel)).encode()).hexdigest()
