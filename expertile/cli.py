@@ -1,4 +1,4 @@
-"""The command line: `expertile doctor`, `demo`, `bench`, `roofline`, `inspect` and `cache`.
+"""The command line: `expertile doctor`, `demo`, `bench`, `roofline`, `tune`, `inspect` and `cache`.
 
 Results go to stdout, progress and errors to stderr; with --json, stdout is one JSON document.  Exit code 1 is a failure
 and 2 a wrong argument.
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from expertile import _roofline
+from expertile import _roofline, _tune
 from expertile._bench import bench
 from expertile.codegen.cache import default_cache
 from expertile.codegen.errors import CodegenError
@@ -50,6 +50,7 @@ cache_app = typer.Typer(help="The cache of compiled kernels.", no_args_is_help=T
 app.add_typer(cache_app, name="cache")
 app.command("bench")(bench)
 app.command("roofline")(_roofline.command)
+app.command("tune")(_tune.command)
 
 
 def main() -> None:

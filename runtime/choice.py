@@ -32,15 +32,15 @@ Size = tuple[int, int]
 
 FETCH_CYCLES = 9.0
 """Core cycles for a cache line from memory, while all cores read."""
-_UNASKED, _DROPPED = 0.6, 0.25
-"""More of them if no line is asked for in time, or those asked for n times: by 1/n, as some requests get lost."""
 _HIDDEN = 0.7
-"""The part of the shorter of fetching and multiplying that the longer one hides."""
-_ASK_CYCLES = 0.4
+"""The part of the shorter of fetching and multiplying that the longer one hides, if lines are asked for ahead."""
+_LATE = 0.5
+"""The part of lost requests that nothing hides."""
+_ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
-_L1_PART = 0.8
-"""Of L1 that can be counted on."""
+_L1_PART = 1.3
+"""Working sets a bit larger than L1 still do: what is read in order comes back in time."""
 
 
 # Candidates -------------------------------------------------------------------------------------------------------
@@ -120,14 +120,19 @@ def _nearest(measured: dict[Size, Variant], size: Size) -> Variant | None:
 
 def predict(kernel: ExpertKernel) -> float:
     """Core cycles that a kernel takes for 16 rows of each matrix, as the model sees it."""
-    chunks = chunks_of(kernel.inputs)
-    lines = float(GROUP * kernel.matrices * chunks)
-    ahead = kernel.variant.ahead
-    late = _DROPPED / len(ahead) if ahead else _UNASKED
-    fetching = lines * FETCH_CYCLES * (1 + late) if kernel.format.direct else 0.0
-    multiplying = _multiplying(kernel, chunks) + lines * _ASK_CYCLES * len(ahead)
+    isa, chunks = isas.by_name(kernel.isa), chunks_of(kernel.inputs)
+    lines = GROUP * kernel.matrices * chunks
+    multiplying = _multiplying(kernel, chunks)
+    if not kernel.format.direct:
+        return multiplying
+    often = len(kernel.variant.ahead)
+    late = isa.lost / often if often else isa.unasked
+    fetching = lines * FETCH_CYCLES * (1 + late)
+    if not often:  # a core that is busy doesn't look far ahead by itself
+        idle = max(0.0, 1 - multiplying / fetching)
+        return fetching + multiplying * (1 - _HIDDEN * idle)
     longer, shorter = max(fetching, multiplying), min(fetching, multiplying)
-    return longer + (1 - _HIDDEN) * shorter
+    return longer + shorter * (1 - _HIDDEN) + lines * FETCH_CYCLES * late * _LATE
 
 
 def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
@@ -149,8 +154,9 @@ def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
-    copying = GROUP * kernel.matrices * chunks * (_L2_CYCLES + 1) if variant.copied else 0.0
-    return cycles * kernel.blocks + copying
+    asking = _ASK_CYCLES * len(variant.ahead)
+    copying = _L2_CYCLES + 1 if variant.copied else 0.0
+    return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
 
 
 def _in_l1(kernel: ExpertKernel, plan: TilePlan, k_chunks: int) -> tuple[bool, bool]:

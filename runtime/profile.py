@@ -82,15 +82,15 @@ def profiled(
     transposed: bool = False,
 ) -> tuple[torch.Tensor, Profile]:
     """The layer's result and where the time went. Arguments and errors as in :func:`expertile.fused_experts`."""
-    recorder = _Recorder()
+    recorder = Recorder()
     biases = (gate_up_bias, down_bias)
     options = (gate, *biases, interleaved, transposed, recorder)
     y = layer.run(x, gate_up, down, topk_ids, topk_weights, *options)
     return y, recorder.profile()
 
 
-class _Recorder:
-    """Adds up the notes of native calls."""
+class Recorder:
+    """Adds up the notes of native calls; a recorder for :func:`layer.execute`."""
 
     def __init__(self) -> None:
         self._seconds = self._serial = 0.0

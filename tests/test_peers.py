@@ -222,7 +222,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     output = folder / "report.json"
     ended = benchmark(
-        "run", "--shape", "64x32x6x2", "--tokens", "1,5,200", "--gib", "0.0001", "--seconds", "0.5",
+        "run", "--shape", "64x32x6x2", "--tokens", "1,5,200", "--gib", "0.0001", "--seconds", "0.2",
         "--threads", "1", "--longest", "0.5", "--directory", folder, "--json", "--output", output,
         *(argument for file in files for argument in ("--adapter", file)),
         "--peers", ",".join(file.stem for file in files),

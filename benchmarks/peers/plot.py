@@ -31,14 +31,16 @@ def plot(report: Json, picture: Path) -> None:
             _line(shares, shape, name, "share", colour)
         _speedups(speedups, shape, colours)
         times.set(yscale="log", ylabel="ms a call")
-        shares.set(ylabel="share of the roofline", ylim=(0, 1.1))
+        shares.set(ylabel="share of the roofline", ylim=(0, None))
         speedups.set(ylabel="speed-up over the best peer", ylim=(0, None))
         for axes in (times, shares, speedups):
             _tokens(axes, [row["tokens"] for row in shape["results"]])
         for axes in (shares, speedups):
             axes.axhline(1.0, color="grey", linewidth=0.8)
     handles = {h.get_label(): h for axes in grid[0] for h in axes.get_lines()}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=3 * len(shapes)
+    )
     machine = report["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}")
     figure.savefig(picture, dpi=120)

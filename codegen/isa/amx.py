@@ -24,6 +24,8 @@ class Amx(TileIsa):
     name = "amx"
     layout = PairLayout()
     multiply_cycles = 1 / 16
+    unasked = 0.0  # a tile load fetches 16 lines at once
+    lost = 0.1
     block_tokens = 64
     sum_bytes = 4
     summary = "AMX tiles, TDPBF16PS"
@@ -42,16 +44,13 @@ class Amx(TileIsa):
         found: list[Variant] = []
         for wide, neighbours, together in self._shapes(tokens, matrices):
             base = Variant(GROUP, wide, neighbours, together)
-            found += [
-                replace(base, streaming=streaming, ahead=ahead)
-                for streaming in (False, True)
-                for ahead in _AHEAD
-            ]
+            # The hint is slow for rows that were asked for ahead and are in L2.
+            found += [replace(base, streaming=True), *(replace(base, ahead=a) for a in _AHEAD)]
             if wide == 2 * GROUP and tokens == self.block_tokens:
                 found += [
-                    replace(base, k_block=k_block, copied=True, ahead=ahead)
+                    replace(base, k_block=k_block, copied=True, ahead=a)
                     for k_block in (192, 256, 512)
-                    for ahead in _AHEAD
+                    for a in _AHEAD
                 ]
         return tuple(found)
 

@@ -109,6 +109,10 @@ class TileIsa(ABC):
     """One line for `expertile doctor`."""
     multiply_cycles: ClassVar[float]
     """Core cycles to multiply a chunk of a row by a token, when that is all there is to do."""
+    unasked: ClassVar[float] = 0.25
+    """How much longer memory takes when no line is asked for ahead, as a part of the whole."""
+    lost: ClassVar[float] = 0.25
+    """How many requests for a line ahead are of no use, as they get lost or come late."""
     block_tokens: ClassVar[int] = 32
     """Tokens of a block, a power of two; an expert with more gets several blocks and a rest."""
     sum_bytes: ClassVar[int]

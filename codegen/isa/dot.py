@@ -121,31 +121,40 @@ class DotIsa(TileIsa):
         rows = plan.rows
         for start in range(0, len(vectors), GROUP):
             some = vectors[start : start + GROUP]
-            totals = _add_lanes(b, some)
+            totals, step = _add_lanes(b, some)
             for first in range(0, len(some), rows):
                 token = tile.first + (start + first) // rows
-                part = totals.shuffle(range(first, first + rows)) if rows < GROUP else totals
+                lanes = range(first * step, (first + rows) * step, step)
+                part = totals.shuffle(lanes) if rows < GROUP else totals
                 into.at(64 * token).at(row * 4).store(part)
 
 
-def _add_lanes(b: Builder, vectors: list[Value]) -> Value:
-    """Lane i of the result = the sum over the lanes of vectors[i], for up to 16 vectors.
+def _add_lanes(b: Builder, vectors: list[Value]) -> tuple[Value, int]:
+    """The sum over the lanes of each of up to 16 vectors, and a step: vectors[i]'s is in lane i · step of the result.
 
     Halves are added to halves (8, 4, 2, 1 lanes apart) while the vectors are merged two by two: the order of the
     additions of a sum does not depend on its place.
     """
-    width = GROUP
-    while width > 1:
-        half = width // 2
-        merged = []
-        for i in range(0, len(vectors), 2):
-            x = vectors[i]
-            y = vectors[i + 1] if i + 1 < len(vectors) else x
-            starts = range(0, GROUP, width)
-            low = [s + lane for s in starts for lane in range(half)]
-            high = [s + lane + half for s in starts for lane in range(half)]
-            both = [x.shuffle(part + [GROUP + lane for lane in part], y) for part in (low, high)]
-            merged.append(both[0] + both[1])
-        vectors = merged
-        width = half
-    return vectors[0]
+    places = 1 << (len(vectors) - 1).bit_length()
+    step = GROUP // places
+    half = GROUP // 2
+    while half:
+        if places > 1:
+            places //= 2
+            pairs = [(x, vectors[i + places] if i + places < len(vectors) else x) for i, x in enumerate(vectors[:places])]
+        else:
+            pairs = [(vectors[0], vectors[0])]
+        vectors = [_merge(x, y, half) for x, y in pairs]
+        half //= 2
+    return vectors[0], step
+
+
+def _merge(x: Value, y: Value, half: int) -> Value:
+    """In groups of 2 · half lanes: x's halves added up in the lower lanes, y's in the upper ones."""
+    upper = [bool(lane & half) for lane in range(GROUP)]
+    # A blend, as x's lower halves and y's upper ones are where they belong, and one shuffle for the others.
+    stay = x.shuffle([lane + GROUP * upper[lane] for lane in range(GROUP)], y)
+    come = x.shuffle(
+        [lane - half + GROUP if upper[lane] else lane + half for lane in range(GROUP)], y
+    )
+    return stay + come
