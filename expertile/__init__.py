@@ -73,7 +73,7 @@ def fused_experts(
     threads nor on the other tokens. Inference only.
 
     Raises ArgumentError (a ValueError) or DtypeError (a TypeError) naming the argument; an id outside -1…E-1 is an
-    ArgumentError too. At most 64 expert kernels are compiled for a layer shape, 32 row counts × 2 projections.
+    ArgumentError too. At most 70 expert kernels are compiled for a layer shape (35 for each projection), with AMX 134.
     """
     return _operator.fused_experts(
         x,
@@ -120,10 +120,12 @@ class Kernels:
         return Layer(gate_up, down, spec.gate, gate_up_bias, down_bias, *options)
 
 
-def compile(spec: ExpertSpec, rows: Iterable[int] = range(1, 33)) -> Kernels:
+def compile(spec: ExpertSpec, rows: Iterable[int] | None = None) -> Kernels:
     """Compile the kernels for experts that get `rows` tokens each, for contiguous weights, now instead of at first use.
 
     With the default, nothing compiles afterwards, however many tokens an expert gets.
+
+    Raises ArgumentError for numbers of tokens below 1.
     """
     _spec.contiguous(spec).compile(rows)
     return Kernels(spec)

@@ -29,6 +29,8 @@ def as_json(kernel: Inspection, listings: list[str]) -> dict[str, Any]:
         "spills": statistics.spills,
         "object_bytes": kernel.object_bytes,
         "scratch_bytes": kernel.scratch_bytes,
+        "variant": kernel.variant,
+        "choice": kernel.choice,
         **{name: getattr(kernel, name) for name in listings},
     }
 
@@ -55,6 +57,9 @@ def _summary(kernel: Inspection) -> Text:
     text.append(
         f"\nobject {kernel.object_bytes:,} bytes · scratch {kernel.scratch_bytes:,} bytes a thread"
     )
+    if kernel.variant:
+        best = f", the {kernel.choice} best" if kernel.choice else ""
+        text.append(f"\nvariant {kernel.variant}{best}")
     return text
 
 

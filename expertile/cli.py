@@ -151,7 +151,7 @@ def info(as_json: AsJson = False) -> None:
 
 @cache_app.command()
 def clear(as_json: AsJson = False) -> None:
-    """Remove all compiled kernels."""
+    """Remove all compiled kernels, and what `expertile tune` measured."""
     cache = default_cache()
     removed = cache.clear()
     if as_json:

@@ -22,7 +22,7 @@ from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 from expertile.codegen.cache import default_cache
 from expertile.codegen.isa import TilePlan, Variant
-from expertile.codegen.layouts import GROUP, chunks_of, groups_of
+from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.runtime.caches import caches
 from expertile.templates.expert import ExpertKernel
 
@@ -36,6 +36,8 @@ _HIDDEN = 0.7
 """The part of the shorter of fetching and multiplying that the longer one hides, if lines are asked for ahead."""
 _LATE = 0.5
 """The part of lost requests that nothing hides."""
+_CROWDED = 0.25
+"""The part of fetching that an operand from L2 spoils, as it takes the places of misses; less if there is time."""
 _ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
@@ -49,16 +51,23 @@ _L1_PART = 1.3
 def candidates(kernel: ExpertKernel) -> tuple[Variant, ...]:
     """The variants worth choosing between, of which no two are the same code."""
     found: dict[Any, Variant] = {}
-    for variant in isas.by_name(kernel.isa).variants(kernel.tokens, kernel.matrices):
-        variant = _fitting(kernel, variant)
+    for variant in _offered(kernel):
         plan = _plan(replace(kernel, variant=variant))
         found.setdefault((plan, replace(variant, rows=GROUP, tokens=GROUP)), variant)
     return tuple(found.values())
 
 
+def _offered(kernel: ExpertKernel) -> list[Variant]:
+    """What the ISA offers, fitted to the kernel."""
+    offered = isas.by_name(kernel.isa).variants(kernel.tokens, kernel.matrices)
+    return [_fitting(kernel, variant) for variant in offered]
+
+
 def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:
     """The variant without what makes no difference to the kernel."""
-    if not kernel.format.direct:  # staged rows are in L2, and whoever staged them has asked for the next
+    if (
+        not kernel.format.direct
+    ):  # staged rows are in L2, and whoever staged them has asked for the next
         variant = replace(variant, neighbours=1, copied=False, streaming=False, ahead=())
     if variant.k_block >= kernel.inputs and not variant.copied:
         variant = replace(variant, k_block=0)
@@ -71,16 +80,17 @@ def _plan(kernel: ExpertKernel) -> TilePlan:
     return isa.plan(groups_of(kernel.tokens), blocks, kernel.variant)
 
 
+@cache
 def most_scratch(kernel: ExpertKernel) -> int:
-    """Bytes of per-thread scratch that suffice for any number of tokens in any variant."""
-    most = isas.by_name(kernel.isa).block_tokens
-    full = replace(kernel, tokens=most)
+    """Bytes of per-thread scratch that suffice for any number of tokens in any variant of a description."""
+    isa = isas.by_name(kernel.isa)
+    full = replace(kernel, tokens=isa.block_tokens)
     variants = {
-        _fitting(kernel, variant)
-        for tokens in range(1, most + 1)
-        for variant in isas.by_name(kernel.isa).variants(tokens, kernel.matrices)
+        variant
+        for tokens in range(1, isa.block_tokens + 1)
+        for variant in isa.variants(tokens, kernel.matrices)
     }
-    return max(replace(full, variant=variant).scratch_bytes for variant in variants)
+    return max(replace(full, variant=_fitting(kernel, v)).scratch_bytes for v in variants)
 
 
 # The best ---------------------------------------------------------------------------------------------------------
@@ -88,11 +98,16 @@ def most_scratch(kernel: ExpertKernel) -> int:
 
 def best(kernel: Kernel) -> Kernel:
     """The kernel in the variant to use on this machine."""
-    possible = candidates(kernel)
-    measured = _nearest(tuned(description(kernel)), (kernel.tokens, kernel.blocks))
-    if measured is not None and _fitting(kernel, measured) in possible:
-        return replace(kernel, variant=_fitting(kernel, measured))
-    return ranked(kernel, possible)[0]
+    offered = _offered(kernel)
+    measured = {
+        size: _fitting(kernel, variant)
+        for size, variant in tuned(description(kernel)).items()
+        if _fitting(kernel, variant) in offered
+    }
+    variant = _nearest(measured, (kernel.tokens, kernel.blocks))
+    if variant is not None:
+        return replace(kernel, variant=variant)
+    return ranked(kernel, candidates(kernel))[0]
 
 
 def ranked(kernel: Kernel, variants: Sequence[Variant]) -> list[Kernel]:
@@ -132,25 +147,29 @@ def predict(kernel: ExpertKernel) -> float:
         idle = max(0.0, 1 - multiplying / fetching)
         return fetching + multiplying * (1 - _HIDDEN * idle)
     longer, shorter = max(fetching, multiplying), min(fetching, multiplying)
-    return longer + shorter * (1 - _HIDDEN) + lines * FETCH_CYCLES * late * _LATE
+    spoilt = late * _LATE
+    if not _in_l1(kernel)[1]:
+        spoilt += _CROWDED * fetching / longer
+    return longer + shorter * (1 - _HIDDEN) + lines * FETCH_CYCLES * spoilt
 
 
 def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
     """Cycles of all passes, with the weights in L2."""
     isa, variant, plan = isas.by_name(kernel.isa), kernel.variant, _plan(kernel)
-    k_chunks = min(variant.k_block // 32 or chunks, chunks)
-    k_blocks = -(-chunks // k_chunks)
-    repeats = GROUP // plan.rows * (kernel.matrices if not variant.together else 1) / variant.neighbours
-    a_in_l1, b_in_l1 = _in_l1(kernel, plan, k_chunks)
+    k_blocks = -(-chunks // _k_chunks(kernel))
+    repeats = GROUP // plan.rows / variant.neighbours
+    if not variant.together:
+        repeats *= kernel.matrices
+    a_in_l1, b_in_l1 = _in_l1(kernel)
+    rows = plan.rows * plan.blocks
     cycles = 0.0
     for number, one in enumerate(plan.passes):
         tokens = sum(tile.tokens for tile in one.tiles)
-        rows = plan.rows * plan.blocks
-        a, b = isa.load_cycles(plan, one)
         # The first pass finds the rows in L2, the others where they stay.
-        a += rows * _L2_CYCLES * (1 if not a_in_l1 else number == 0 and not variant.copied)
-        b += 0 if b_in_l1 else tokens * _L2_CYCLES
-        step = max(isa.multiply_cycles * rows * tokens, a + b)
+        from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
+        from_l2 += 0 if b_in_l1 else tokens
+        multiply = isa.multiply_cycles * rows * tokens
+        step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
@@ -159,15 +178,24 @@ def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
     return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
 
 
-def _in_l1(kernel: ExpertKernel, plan: TilePlan, k_chunks: int) -> tuple[bool, bool]:
+def _k_chunks(kernel: ExpertKernel) -> int:
+    """Chunks of a k block."""
+    chunks = chunks_of(kernel.inputs)
+    return min(kernel.variant.k_block // CHUNK or chunks, chunks)
+
+
+def _in_l1(kernel: ExpertKernel) -> tuple[bool, bool]:
     """Whether the rows of a pass stay in L1 while they are needed again, and whether the tokens' operand does."""
-    variant, isa = kernel.variant, isas.by_name(kernel.isa)
+    variant, isa, plan = kernel.variant, isas.by_name(kernel.isa), _plan(kernel)
+    k_chunks = _k_chunks(kernel)
     room = _l1_bytes() * _L1_PART
     rows = plan.rows * plan.blocks * 64 * k_chunks
     if variant.copied:  # all rows of the k block stay, the tokens pass by
         return True, False
     tokens = kernel.tokens * 64 * k_chunks
-    unfinished = variant.panel * plan.blocks * kernel.tokens * isa.sum_bytes if variant.k_block else 0
+    unfinished = (
+        variant.panel * plan.blocks * kernel.tokens * isa.sum_bytes if variant.k_block else 0
+    )
     return 2 * rows < room, rows + tokens + unfinished / 2 < room
 
 

@@ -430,16 +430,17 @@ def _gate_up_matrices(f: SimpleNamespace, expert: SimpleNamespace) -> list[Value
     return [f.gate.at(matrix), f.up.at(matrix)]
 
 
-def _after_gate_up(
-    b: Builder, f: SimpleNamespace, number: Value
-) -> tuple[list[Value], Value]:
+def _after_gate_up(b: Builder, f: SimpleNamespace, number: Value) -> tuple[list[Value], Value]:
     """The matrices and the row of gate/up item `number`; after the last one comes the thread's first down item."""
     another = number < f.item_count
     expert, first, _ = _item(f, b.min(number, f.item_count - 1))
     item = _gate_up_matrices(f, expert)
     down = f.down.at(_expert(f, b.const(i64, 0)).number * f.down_expert)
     down = down.at(f.first_down * f.down_rows * f.intermediate * 2)
-    down_pass = [down, down.at(f.hidden * (2 * GROUP))]  # two parts of what a row block of gate and up is long
+    down_pass = [
+        down,
+        down.at(f.hidden * (2 * GROUP)),
+    ]  # two parts of what a row block of gate and up is long
     pointers = [b.select(another, x, y) for x, y in zip(item, down_pass, strict=True)]
     return pointers, b.select(another, first, 0)
 
@@ -473,7 +474,19 @@ def _down(b: Builder, f: SimpleNamespace) -> None:
                 operand = f.hidden_operand.at(position * f.hidden_bytes)
                 lists = [f.token.at(position * 4), f.sorted_router.at(position * 4)]
                 next_, next_row = _next_rows(b, end, end_row, [matrix], [coming], next_first)
-                arguments = [matrix, bias, operand, *lists, origin, next_, row_bytes, next_row, row, end, blocks]
+                arguments = [
+                    matrix,
+                    bias,
+                    operand,
+                    *lists,
+                    origin,
+                    next_,
+                    row_bytes,
+                    next_row,
+                    row,
+                    end,
+                    blocks,
+                ]
                 b.call_address(kernel, void, [*arguments, f.scratch])
 
             _blocks(b, f, expert, f.down_kernels, first_row, end_row, launch)

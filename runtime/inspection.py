@@ -16,6 +16,8 @@ from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 from expertile.codegen.compiler import Target, assembly, compile_ir, optimised_ir
 from expertile.codegen.errors import CodegenError
+from expertile.runtime import choice
+from expertile.runtime.call import BUCKETS
 from expertile.runtime.driver import driver_ir
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.jit import Spec
@@ -31,19 +33,22 @@ from expertile.templates.tokens import Finish, Gather
 class _Key:
     meaning: str
     choices: tuple[str, ...]
-    """All values there are; empty for a number from 1 to `largest`."""
+    """All values there are; empty for a number from 1 to `largest`, or for any text."""
     default: str | None
     """None for a key that must be given."""
-    largest: int = 1 << 24
+    largest: int | None = 1 << 24
+    """None for a key that takes any text."""
 
     def value(self, name: str, text: str) -> Any:
-        """The number or the choice (None for "none", a bool for "true" and "false")."""
+        """The number, the text or the choice (None for "none", a bool for "true" and "false")."""
         if self.choices:
             if text not in self.choices:
                 raise ArgumentError(
                     f"SPEC: {name}: expected one of {', '.join(self.choices)}, got {text!r}"
                 )
             return {"none": None, "true": True, "false": False}.get(text, text)
+        if self.largest is None:
+            return text
         if not (re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= self.largest):
             raise ArgumentError(
                 f"SPEC: {name}: expected a number from 1 to {self.largest}, got {text!r}"
@@ -52,35 +57,42 @@ class _Key:
 
 
 _SWITCH = ("true", "false")
+_BEST = "best"
 _KEYS = {
     "h": _Key("hidden size", (), None),
     "i": _Key("intermediate size", (), None),
-    "m": _Key("tokens", (), "1", 32),
+    "m": _Key("tokens, at most a full block", (), "1"),
+    "b": _Key("full token blocks in a call, at least", tuple(map(str, BUCKETS)), "1"),
     "gate": _Key("gate function", gates.names(), "silu"),
     "bias": _Key("dtype of the bias", ("none", "bf16", "f32"), "none"),
     "dtype": _Key("dtype of the hidden states", DTYPES, "bf16"),
     "interleaved": _Key("gate and up alternate", _SWITCH, "false"),
     "transposed": _Key("weights lie [inputs, outputs]", _SWITCH, "false"),
+    "variant": _Key("how the kernel is blocked, by name", (), _BEST, largest=None),
 }
 _KINDS = {
-    "gate_up": ("h", "i", "m", "gate", "bias", "interleaved", "transposed"),
-    "down": ("h", "i", "m", "bias", "transposed"),
+    "gate_up": ("h", "i", "m", "b", "gate", "bias", "interleaved", "transposed", "variant"),
+    "down": ("h", "i", "m", "b", "bias", "transposed", "variant"),
     "gather": ("h", "dtype"),
     "finish": ("dtype",),
     "driver": (),
 }
 
 
-def accepted() -> str:
-    """What a description may say, one line a kind and one a key."""
+def accepted(isa: str) -> str:
+    """What a description may say for an ISA, one line a kind and one a key."""
     kinds = [f"  {kind}:{','.join(keys)}" if keys else f"  {kind}" for kind, keys in _KINDS.items()]
-    keys = [f"  {name:12} {_describe(key)}" for name, key in _KEYS.items()]
+    keys = [f"  {name:12} {_describe(key)}" for name, key in _keys(isa).items()]
     example = "  gate_up:h=2048,i=768,m=4,gate=silu"
     return "\n".join(["kinds and their keys:", *kinds, "keys:", *keys, "example:", example])
 
 
+def _keys(isa: str) -> dict[str, _Key]:
+    return _KEYS | {"m": replace(_KEYS["m"], largest=isas.by_name(isa).block_tokens)}
+
+
 def _describe(key: _Key) -> str:
-    values = ", ".join(key.choices) or f"1 to {key.largest}"
+    values = ", ".join(key.choices) or (f"1 to {key.largest}" if key.largest else "a name")
     default = "must be given" if key.default is None else f"default {key.default}"
     return f"{key.meaning}: {values}; {default}"
 
@@ -93,13 +105,13 @@ def parse(text: str, isa: str) -> Spec:
     if isa not in isas.names():
         raise ArgumentError(f"ISA: expected one of {', '.join(isas.names())}, got {isa!r}")
     try:
-        kind, values = _read(text)
+        kind, values = _read(text, _keys(isa))
+        return _BUILDERS[kind](isa, values)
     except ArgumentError as error:
-        raise ArgumentError(f"{error}\n{accepted()}") from None
-    return _BUILDERS[kind](isa, values)
+        raise ArgumentError(f"{error}\n{accepted(isa)}") from None
 
 
-def _read(text: str) -> tuple[str, dict[str, Any]]:
+def _read(text: str, known: dict[str, _Key]) -> tuple[str, dict[str, Any]]:
     """The kind and the value of each of its keys."""
     kind, _, rest = text.partition(":")
     if kind not in _KINDS:
@@ -117,10 +129,11 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
         given[name] = value if equals else "true"  # a bare name turns a switch on
     values = {}
     for name in _KINDS[kind]:
-        text_or_default = given.get(name, _KEYS[name].default)
+        key = known[name]
+        text_or_default = given.get(name, key.default)
         if text_or_default is None:
-            raise ArgumentError(f"SPEC: {kind}: {name} ({_KEYS[name].meaning}) is missing")
-        values[name] = _KEYS[name].value(name, text_or_default)
+            raise ArgumentError(f"SPEC: {kind}: {name} ({key.meaning}) is missing")
+        values[name] = key.value(name, text_or_default)
     return kind, values
 
 
@@ -137,11 +150,29 @@ def _expert(kind: str) -> Callable[[str, dict[str, Any]], Spec]:
             interleaved=values.get("interleaved", False),
             transposed=values["transposed"],
         )
-        kernels = contiguous(layer)
+        kernels = contiguous(layer, isa)
         kernel = kernels.gate_up if kind == "gate_up" else kernels.down
-        return replace(kernel(values["m"]), isa=isa)
+        blocks = int(values["b"])
+        if blocks > 1 and values["m"] < kernels.block_tokens:
+            raise ArgumentError(
+                f"SPEC: b: expected 1 for m={values['m']} (only full blocks, m={kernels.block_tokens}, come several "
+                f"in a call), got '{blocks}'"
+            )
+        return _in_variant(kernel(values["m"], blocks), values["variant"])
 
     return build
+
+
+def _in_variant(best: ExpertKernel, name: str) -> ExpertKernel:
+    """The candidate with a name; the best if that is "best"."""
+    if name == _BEST:
+        return best
+    found = {variant.name: variant for variant in choice.candidates(best)}
+    if name not in found:
+        raise ArgumentError(
+            f"SPEC: variant: expected {_BEST} or one of {', '.join(found)}, got {name!r}"
+        )
+    return replace(best, variant=found[name])
 
 
 @dataclass(frozen=True)
@@ -315,6 +346,10 @@ class Inspection:
     object_bytes: int
     scratch_bytes: int
     """Per-thread scratch of an expert kernel, 0 for the others."""
+    variant: str | None
+    """The name of an expert kernel's variant."""
+    choice: str | None
+    """Why it is the best: "measured" (by `expertile tune`) or "predicted"; None for another, that was asked for."""
 
 
 def inspect(text: str, isa: str) -> Inspection:
@@ -336,4 +371,13 @@ def inspect(text: str, isa: str) -> Inspection:
         statistics=measure(listing),
         object_bytes=len(compile_ir(spec.name, ir, code).object),
         scratch_bytes=spec.scratch_bytes if isinstance(spec, ExpertKernel) else 0,
+        variant=spec.variant.name if isinstance(spec, ExpertKernel) else None,
+        choice=_choice(spec) if isinstance(spec, ExpertKernel) else None,
     )
+
+
+def _choice(kernel: ExpertKernel) -> str | None:
+    if kernel != choice.best(kernel):
+        return None
+    measured = choice.tuned(choice.description(kernel)).values()
+    return "measured" if kernel.variant in measured else "predicted"

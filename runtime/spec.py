@@ -104,7 +104,7 @@ class LayerKernels:
         self.down_table = KernelTable(self.down, self.block_tokens)
         self._ends: dict[str, tuple[int, int]] = {}
         both = self.gate_up(1), self.down(1)
-        self.scratch_bytes = max(choice.most_scratch(kernel) for kernel in both)
+        self.scratch_bytes = max(choice.most_scratch(choice.description(kernel)) for kernel in both)
         """Per-thread scratch the expert kernels need, whichever variants are chosen."""
         self.corner = choice.corner(isa)
         """Tokens from which on multiplying a row takes longer than fetching it."""
@@ -124,7 +124,15 @@ class LayerKernels:
         format_: WeightFormat = RowMajor(row * self._step)
         if spec.transposed:
             format_ = Transposed(row, outputs=64, interleaved=self._step == 2)
-        shape = (self.isa, spec.hidden, spec.intermediate, tokens, blocks, format_, spec.gate_up_bias)
+        shape = (
+            self.isa,
+            spec.hidden,
+            spec.intermediate,
+            tokens,
+            blocks,
+            format_,
+            spec.gate_up_bias,
+        )
         return self._choose(GateUp(*shape, Variant(), self.gate, self._step))
 
     def down(self, tokens: int, blocks: int = 1) -> ExpertKernel:
@@ -149,12 +157,19 @@ class LayerKernels:
         for table in (self.gate_up_table, self.down_table):
             table.add_marked()
 
-    def compile(self, rows: Iterable[int]) -> None:
-        """Compile everything that experts with these numbers of tokens need."""
-        for count in rows:
+    def compile(self, rows: Iterable[int] | None) -> None:
+        """Compile everything that experts with these numbers of tokens need, or with any number.
+
+        Raises ArgumentError for numbers below 1.
+        """
+        tables = self.gate_up_table, self.down_table
+        if rows is None:
+            for table in tables:
+                table.add_all()
+        for count in () if rows is None else rows:
             if count < 1:
                 raise ArgumentError(f"rows: expected numbers of tokens from 1, got {count}")
-            for table in (self.gate_up_table, self.down_table):
+            for table in tables:
                 table.add(count)
         for dtype in DTYPES:
             self.ends(dtype)
@@ -179,6 +194,11 @@ class KernelTable:
         if rest:
             self._put(rest - 1)
 
+    def add_all(self) -> None:
+        """Compile what any expert needs."""
+        for slot in range(self._slots):
+            self._put(slot)
+
     def add_marked(self) -> None:
         """Compile the kernels that the driver found missing."""
         for slot in range(self._slots):
@@ -200,10 +220,10 @@ def kernels(spec: ExpertSpec, gate_up_row: int, down_row: int, isa: str) -> Laye
     return LayerKernels(spec, gate_up_row, down_row, isa)
 
 
-def contiguous(spec: ExpertSpec) -> LayerKernels:
-    """The kernels for contiguous weights on this process's ISA."""
+def contiguous(spec: ExpertSpec, isa: str | None = None) -> LayerKernels:
+    """The kernels for contiguous weights, on this process's ISA unless another is named."""
     columns = spec.projections * spec.intermediate
     gate_up_row = 2 * (columns if spec.transposed else spec.hidden)
     down_row = 2 * (spec.hidden if spec.transposed else spec.intermediate)
     as_called = replace(spec, gate=gates.resolve(spec.gate))
-    return kernels(as_called, gate_up_row, down_row, isas.select().name)
+    return kernels(as_called, gate_up_row, down_row, isa or isas.select().name)

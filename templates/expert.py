@@ -156,7 +156,8 @@ class GateUp(ExpertKernel):
 
     def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
         matrices = [arg.gate, arg.up] if self.gate.gated else [arg.up]
-        return [matrix.at(self.format.row_offset(row)) for matrix in matrices]
+        rows = [self.format.row_offset(row + GROUP * i) for i in range(count)]
+        return [matrix.at(offset) for matrix in matrices for offset in rows]
 
     def following(self, arg: SimpleNamespace) -> SimpleNamespace:
         return SimpleNamespace(gate=arg.next_gate, up=arg.next_up)
@@ -172,12 +173,17 @@ class GateUp(ExpertKernel):
         return [blocks[0], blocks[0].at(GROUP * self.row_span)]  # up lies between the gates
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
+        for neighbour in range(count):
+            self._activate(e, row + GROUP * neighbour, rows, neighbour, block)
+
+    def _activate(self, e: _Emitter, row: Value, rows: int, first: int, block: Value) -> None:
+        """The gate function of rows `row`…, whose C tiles are those of A block `first` and, with a gate half, the next."""
         b, arg = e.b, e.arg
         names = ["gate", "up"] if self.gate.gated else ["up"]
         biases = [e.bias(getattr(arg, f"{name}_bias"), row, rows, self.bias_step) for name in names]
         for group, tokens in enumerate(e.groups):
             features = e.isa.layout.flat_features(tokens)
-            tiles = [e.c_tile(half, group) for half in range(len(names))]
+            tiles = [e.c_tile(first + half, group) for half in range(len(names))]
 
             def activate(at: Value | int, lanes: list[int], tiles: list[Value] = tiles) -> None:
                 halves = [tile.at(at).load(vec(f32, GROUP)) for tile in tiles]
@@ -194,8 +200,8 @@ class GateUp(ExpertKernel):
                 with b.loop(0, tokens) as vector:
                     activate(vector * 64, features[:GROUP])
             else:
-                for first in range(0, GROUP * tokens, GROUP):
-                    activate(4 * first, features[first : first + GROUP])
+                for at in range(0, GROUP * tokens, GROUP):
+                    activate(4 * at, features[at : at + GROUP])
             e.isa.layout.pack_features(
                 b, tiles[0], tokens, e.group(arg.out, self.outputs, block, group), row
             )
@@ -306,7 +312,13 @@ class Scratch:
         staged = kernel.format.staged_rows * kernel.panel_stride
         offsets, end = [], 0
         # A layout may read 60 bytes past the last row of a C tile.
-        sizes = (kept * block_bytes + _LINE, 2 * _EDGE, sources * copied, kept * sources * partial_bytes, 2 * staged)
+        sizes = (
+            kept * block_bytes + _LINE,
+            2 * _EDGE,
+            sources * copied,
+            kept * sources * partial_bytes,
+            2 * staged,
+        )
         for size in sizes:
             offsets.append(end)
             end += size
@@ -431,7 +443,7 @@ class _Emitter:
         chunks = whole // CHUNK
         stream = _Stream(self, plan, row, count, chunks)
         rows = _Rows(sources, format_.row_bytes, chunks, tails, plan, stream)
-        if self.variant.copied:
+        if self.variant.copied and chunks:
             self._copied(rows, row, count)
             return
         with self.token_blocks() as block:
@@ -485,7 +497,9 @@ class _Emitter:
         """
         b, kernel, scratch = self.b, self.kernel, self.scratch
         stride = kernel.copy_stride
-        into = [self.arg.scratch.at(scratch.copy + GROUP * stride * i) for i in range(len(rows.sources))]
+        into = [
+            self.arg.scratch.at(scratch.copy + GROUP * stride * i) for i in range(len(rows.sources))
+        ]
         k_chunks = self.variant.k_block // CHUNK
         with b.loop(0, rows.chunks, k_chunks) as first:
             part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
@@ -649,7 +663,9 @@ class _Stream:
         kernel, b = e.kernel, e.b
         rows = GROUP * count
         self.distances = e.variant.ahead
-        adjacent = kernel.row_span < 2 * kernel.inputs + _LINE  # else most lines are somebody else's
+        adjacent = (
+            kernel.row_span < 2 * kernel.inputs + _LINE
+        )  # else most lines are somebody else's
         self.active = bool(self.distances and count and chunks and adjacent)
         if not self.active:
             return

@@ -25,7 +25,6 @@ from expertile.codegen.isa import Variant
 from expertile.runtime import choice, layer, openmp, tuning
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
 from expertile.templates.expert import ExpertKernel
-from expertile.templates.gates import resolve
 
 SPEC = ExpertSpec(hidden=160, intermediate=96, experts=6, top_k=2)
 THREADS = [1, 2] if openmp.runtime() else [1]
@@ -307,19 +306,22 @@ LAYERS: list[dict[str, Any]] = [
 ]
 
 
+def spec_of(options: dict[str, Any]) -> ExpertSpec:
+    """The spec of such a layer."""
+    bias = {torch.float32: "f32", torch.bfloat16: "bf16", None: None}[options.get("bias")]
+    others = {name: value for name, value in options.items() if name != "bias"}
+    return replace(SPEC, gate_up_bias=bias, down_bias=bias, **others)
+
+
 @pytest.mark.parametrize("options", LAYERS, ids=["plain", "no gate half", "gpt-oss"])
 def test_a_layer_computes_the_same_afterwards(isa: str, options: dict[str, Any]) -> None:
-    sizes = {"tokens": 9, "experts": 3, "top_k": 2, "hidden": 160, "intermediate": 96}
-    case = oracle.make_case(1, **sizes, **options)
+    sizes: dict[str, Any] = {"tokens": 4, "experts": 2, "top_k": 1, "nowhere": 0.0}
+    case = oracle.make_case(1, hidden=160, intermediate=96, **sizes, **options)
     weights = case.gate_up, case.down, case.gate_up_bias, case.down_bias
 
     def kernels() -> LayerKernels:
-        bias = {torch.float32: "f32", torch.bfloat16: "bf16", None: None}[options.get("bias")]
-        layout = {name: options.get(name, False) for name in ("interleaved", "transposed")}
-        gate = resolve(case.gate)
-        spec = ExpertSpec(160, 96, 3, 2, "bf16", gate, bias, bias, **layout)
-        made = contiguous(spec)
-        return LayerKernels(spec, made.gate_up_row, made.down_row, isa)
+        made = contiguous(replace(spec_of(options), experts=2, top_k=1))
+        return LayerKernels(made.spec, made.gate_up_row, made.down_row, isa)
 
     before = kernels()
     expected = layer.execute(before, case.x, weights, case.ids, case.router)
@@ -368,13 +370,10 @@ def routings(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_real_calls(
     isa: str, options: dict[str, Any], threads: int, routings: list[torch.Tensor]
 ) -> None:
-    bias = {torch.float32: "f32", torch.bfloat16: "bf16", None: None}[options.get("bias")]
-    others = {name: value for name, value in options.items() if name != "bias"}
-    spec = replace(SPEC, gate_up_bias=bias, down_bias=bias, **others)
     block = isas.by_name(isa).block_tokens
     sizes = [(3, 1), *([] if options else [(block, 2)])]  # those take long to compile
     with oracle.threads(threads):
-        results = tuning.tune(spec, sizes, seconds=0, candidates=2, gib=1e-3)
+        results = tuning.tune(spec_of(options), sizes, seconds=0, candidates=2, gib=1e-3)
     assert [result.size for result in results] == [size for size in sizes for _ in range(2)]
     assert all(result.gain > 0 for result in results)
     amounts = set()
@@ -401,7 +400,7 @@ def test_no_expert_is_used_again_before_all_others_were(routings: list[torch.Ten
 
 
 def test_huge_experts_need_not_all_be_there() -> None:
-    def count(gib: float, **sizes: int) -> int:
+    def count(gib: float, **sizes: Any) -> int:
         return tuning._expert_count(replace(SPEC, **sizes), gib)
 
     qwen = {"hidden": 2048, "intermediate": 768, "top_k": 8}
@@ -443,7 +442,7 @@ def test_sizes_of_numbers_of_tokens() -> None:
 def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
     with pytest.raises(expertile.ArgumentError, match=message):
         tuning.tune(SPEC, **{"sizes": [(1, 1)], "seconds": 0.0, **change})
-    with pytest.raises(expertile.ArgumentError, match="rows: expected numbers .* got 0"):
+    with pytest.raises(expertile.ArgumentError, match=r"rows: expected numbers .* got 0"):
         tuning.sizes_of([1, 0], 32)
 
 
@@ -484,6 +483,19 @@ def test_the_json_says_what_is_used_from_now_on(
         assert 2 <= row["candidates"] <= 3
         gain = row["gain"]
         assert 0 < gain["low"] <= gain["median"] <= gain["high"]
+
+
+def test_inspect_says_whether_the_variant_was_measured() -> None:
+    def inspect() -> Any:
+        arguments = ["inspect", "down:h=160,i=96,m=2", "--json"]
+        return json.loads(CliRunner().invoke(cli.app, arguments).stdout)
+
+    before = inspect()
+    tuning.tune(SPEC, [(2, 1)], seconds=0, measure=preferring((2, 1), 0.5))
+    after = inspect()
+    assert (before["choice"], after["choice"]) == ("predicted", "measured")
+    assert before["kernel"].endswith(kernel("down", (2, 1)).variant.name)
+    assert after["kernel"].endswith(last("down", (2, 1)).name)
 
 
 def test_on_the_screen(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:

@@ -72,7 +72,10 @@ class DotIsa(TileIsa):
 
     def store_cycles(self, plan: TilePlan, one: Pass) -> tuple[float, float]:
         vectors = plan.rows * plan.blocks * one.tiles[0].tokens
-        return 3 * vectors, 3 * vectors  # a load and a store of half the speed; three instructions to add the lanes
+        return (
+            3 * vectors,
+            3 * vectors,
+        )  # a load and a store of half the speed; three instructions to add the lanes
 
     def configure(self, b: Builder, plan: TilePlan) -> None:
         """Vectors need no preparation."""
@@ -141,7 +144,10 @@ def _add_lanes(b: Builder, vectors: list[Value]) -> tuple[Value, int]:
     while half:
         if places > 1:
             places //= 2
-            pairs = [(x, vectors[i + places] if i + places < len(vectors) else x) for i, x in enumerate(vectors[:places])]
+            pairs = [
+                (x, vectors[i + places] if i + places < len(vectors) else x)
+                for i, x in enumerate(vectors[:places])
+            ]
         else:
             pairs = [(vectors[0], vectors[0])]
         vectors = [_merge(x, y, half) for x, y in pairs]
