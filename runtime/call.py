@@ -15,7 +15,8 @@ POINTERS = (
     # the OpenMP runtime
     "parallel", "barrier", "thread_number",
     # scratch
-    "counters", "counts", "experts", "groups", "items", "token", "sorted_router", "operand", "hidden_operand", "thread_scratch",
+    "counters", "counts", "experts", "groups", "items", "token", "sorted_router", "operand", "hidden_operand",
+    "thread_scratch",
 )  # fmt: skip
 INTEGERS = (
     # shape

@@ -5,8 +5,8 @@ worth trying. The best is the one that `expertile tune` measured to be fastest o
 model of the core and its caches predicts to be. No variant changes a result.
 
 The model counts core cycles for 16 rows of each matrix and all tokens: multiplications against loads from L1 or L2 for
-every pass, what it costs to save, restore and finish C tiles, and the lines fetched from memory beside it. Its constants
-are rounded from measurements (docs/performance/notes.md); it only has to rank.
+every pass, what it costs to save, restore and finish C tiles, and the lines fetched from memory beside it. Its
+constants are rounded from measurements (docs/performance/notes.md); it only has to rank.
 """
 
 from __future__ import annotations

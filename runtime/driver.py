@@ -378,7 +378,7 @@ def _blocks(
     """
     full, rest = _split(b, f, expert.tokens)
     several = (full > LAUNCH_BLOCKS) | ((full > 0) & (rest > 0))
-    step = b.select(several, _BLOCK_ROWS, end_row - first_row)
+    step = b.select(several, b.max(f.row_unit, _BLOCK_ROWS), end_row - first_row)
     with b.loop(first_row, end_row, step) as row:
         end = b.min(row + step, end_row)
         with b.loop(0, full, LAUNCH_BLOCKS) as done:

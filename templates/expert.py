@@ -6,8 +6,8 @@ over all of K.  The C tiles go to per-thread scratch that stays in L1, where the
     GateUp   h = gate(g + bias, u + bias), rounded to bf16 and written as the operand of the down projection
     Down     sum[token] += router weight · (y + bias), as rows of tokens again
 
-They are specialised on the shape, the number of tokens, the weight format, the gate, and on a variant: how the loops are
-blocked and what is prefetched.  Rows are cut among threads at multiples of `row_unit`.  Row and k tails go through
+They are specialised on the shape, the number of tokens, the weight format, the gate, and on a variant: how the loops
+are blocked and what is prefetched.  Rows are cut among threads at multiples of `row_unit`.  Row and k tails go through
 zero-padded scratch (see `formats.base`), so that a NaN in memory beside a row can't reach it.
 """
 
@@ -177,7 +177,7 @@ class GateUp(ExpertKernel):
             self._activate(e, row + GROUP * neighbour, rows, neighbour, block)
 
     def _activate(self, e: _Emitter, row: Value, rows: int, first: int, block: Value) -> None:
-        """The gate function of rows `row`…, whose C tiles are those of A block `first` and, with a gate half, the next."""
+        """The gate function of rows `row`…; their C tiles are those of A block `first` and, if gated, the next."""
         b, arg = e.b, e.arg
         names = ["gate", "up"] if self.gate.gated else ["up"]
         biases = [e.bias(getattr(arg, f"{name}_bias"), row, rows, self.bias_step) for name in names]
@@ -527,7 +527,7 @@ class _Emitter:
         block: Value,
         panel: tuple[Value | int, Value | int],
     ) -> None:
-        """Rows `panel` times a token block over a k block, which begins at `sources`: every pass for every part of them."""
+        """Rows `panel` times a token block over a k block that begins at `sources`: every pass, part by part."""
         b, plan = self.b, rows.plan
         with b.loop(*panel, plan.rows) as top:
             for first in range(0, len(sources), plan.blocks):

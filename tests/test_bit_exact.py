@@ -196,10 +196,20 @@ def test_llvm_keeps_the_tile_numbers(processor: str) -> None:
     target = amx_target(processor)
     shape = expertile.ExpertSpec(33, 49, 1, 1)
     kernels = LayerKernels(shape, gate_up_row=66, down_row=98, isa="amx")
-    for kernel in (kernels.gate_up(1), kernels.down(1), kernels.down(17)):
-        loads = re.findall(r"tileload\S*\s.*%tmm(\d)", assembly(kernel.ir(), target))
-        assert loads
-        assert set(loads) <= set("4567")  # A in 4 and 5, B in 6 and 7; 0 to 3 are C's
+    for kernel in (kernels.gate_up(1), kernels.down(1), kernels.down(17), kernels.down(50)):
+        assert tiles_in_assembly(assembly(kernel.ir(), target)) == tiles_in_ir(kernel.ir())
+
+
+def tiles_in_ir(ir: str) -> set[tuple[str, ...]]:
+    """The tile instructions of a kernel with their tiles: ("tdpbf16ps", "0", "4", "7") …"""
+    calls = re.findall(r'call void @"llvm\.x86\.(\w+?)(?:64)?"\((i8 .*)\)', ir)
+    return {(verb, *re.findall(r"i8 (\d+)", arguments)) for verb, arguments in calls}
+
+
+def tiles_in_assembly(text: str) -> set[tuple[str, ...]]:
+    """The same in AT&T syntax, where the order is reversed."""
+    lines = re.findall(r"^\t(t\w+)\t(.*%tmm.*)$", text, re.MULTILINE)
+    return {(verb, *reversed(re.findall(r"%tmm(\d+)", operands))) for verb, operands in lines}
 
 
 @x86_64_linux
@@ -228,7 +238,8 @@ def test_amx_equals_portable_exact(name: str) -> None:
             "TILERELEASE",
         ):
             assert report["counts"][instruction] > 0, instruction
-        assert report["counts"]["LDTILECFG"] == report["counts"]["TILERELEASE"]
+        # A kernel of two neighbouring row blocks configures again for a single one.
+        assert report["counts"]["LDTILECFG"] >= report["counts"]["TILERELEASE"]
 
 
 def amx_target(processor: str) -> Target:

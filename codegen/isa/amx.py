@@ -1,8 +1,8 @@
 """Intel AMX: tiles of 16 rows × 64 bytes, bf16 pairs multiplied into fp32 (SDM vol. 1 ch. 18, vol. 2 TDPBF16PS).
 
 Tile numbers are immediates of the explicit intrinsics.  Up to four C tiles hide the latency of a multiply, as 2 A × 2 B
-or as 1 A × 4 B, and take tiles 0–3; then come the A tiles and the B tiles.  The register-allocated `.internal` forms are
-never used, and nothing is called between `configure` and `release`: tiles and their configuration are caller-saved.
+or as 1 A × 4 B, and take tiles 0–3; then come the A tiles and the B tiles.  The register-allocated `.internal` forms
+are never used, and nothing is called between `configure` and `release`: tiles and their configuration are caller-saved.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Amx(TileIsa):
 
     def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
         columns = variant.tokens // GROUP
-        if blocks * columns > _ACCUMULATORS or len(set(groups)) > 1 and columns < len(groups):
+        if blocks * columns > _ACCUMULATORS or (len(set(groups)) > 1 and columns < len(groups)):
             raise ValueError(
                 f"AMX can't multiply {blocks} row blocks by {groups} in passes of {columns}"
             )

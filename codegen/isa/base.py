@@ -50,7 +50,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a kernel is blocked, for registers, caches and memory: everything that may differ without a result differing."""
+    """How a kernel is blocked, for registers, caches and memory: all that may differ without a result differing."""
 
     rows: int = GROUP
     """Rows of an A tile: 16, or a divisor when a pass covers only a part of a block."""
