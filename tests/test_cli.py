@@ -23,7 +23,9 @@ from expertile.codegen import isa as isas
 from expertile.codegen.cache import ObjectCache, default_cache
 from expertile.runtime.inspection import inspect, measure
 
-COMMANDS = ("doctor", "demo", "bench", "inspect", "cache info", "cache clear")
+COMMANDS = (
+    "doctor", "demo", "bench", "roofline", "tune", "inspect", "cache info", "cache clear",
+)  # fmt: skip
 KINDS = ("gate_up:h=96,i=64,m=2", "down:h=96,i=64", "gather:h=96", "finish", "driver")
 
 on_x86 = pytest.mark.skipif(
@@ -204,13 +206,17 @@ def test_tile_instructions_are_highlighted() -> None:
         ("down:h=64,i=-1", "i: expected a number from 1 to"),
         ("down:h=64,i=6.5", "i: expected a number from 1 to"),
         ("down:h=64,i=64,m=33", "m: expected a number from 1 to 32, got '33'"),
-        ("down:h=64,i=64,gate=silu", "down: expected h, i, m, bias, transposed, got 'gate=silu'"),
+        (
+            "down:h=64,i=64,gate=silu",
+            "down: expected h, i, m, b, bias, transposed, variant, got 'gate=silu'",
+        ),
         ("gate_up:h=64,i=64,gate=tanh", "gate: expected one of silu, gelu,"),
         ("gate_up:h=64,i=64,bias=fp8", "bias: expected one of none, bf16, f32, got 'fp8'"),
         ("gate_up:h=64,i=64,transposed=2", "transposed: expected one of true, false, got '2'"),
         ("gather:h=64,h=32", "gather: h is given twice"),
         ("finish:dtype=f64", "dtype: expected one of bf16, f16, f32, got 'f64'"),
         ("driver:m=1", "driver: expected no keys, got 'm=1'"),
+        ("down:h=64,i=64,variant=wide", "variant: expected best or one of "),
     ],
 )
 def test_a_wrong_spec_is_explained(spec: str, message: str) -> None:
@@ -220,6 +226,18 @@ def test_a_wrong_spec_is_explained(spec: str, message: str) -> None:
     assert result.stderr.startswith("error: SPEC: ")
     assert message in result.stderr
     assert "gate_up:h=2048,i=768,m=4,gate=silu" in result.stderr  # all that is accepted follows
+
+
+def test_a_variant_can_be_named() -> None:
+    best = inspect("down:h=64,i=2048,m=4", "portable")
+    other = inspect("down:h=64,i=2048,m=4,variant=2x2k512p16_0", "portable")
+    assert (best.choice, other.choice) == ("predicted", None)
+    assert other.variant == "2x2k512p16_0" != best.variant
+    assert other.kernel.endswith(other.variant)
+    plain = inspect("down:h=64,i=2048,m=4,variant=2x2k512p16", "portable")
+    assert "prefetch" in other.statistics.classes
+    assert "prefetch" not in plain.statistics.classes
+    assert other.ir != best.ir
 
 
 def test_an_unknown_isa_is_explained() -> None:

@@ -55,23 +55,21 @@ class Shape:
 
 SHAPES = {
     # k blocks of 1024 and less and a rest of 8; an odd number of row blocks in gate/up, 8 rows more in down
-    "long gate/up": Shape({"hidden": 1064, "intermediate": 80}, (1, 17, 48), 2),
-    "long down": Shape(
-        {"hidden": 88, "intermediate": 1064, "interleaved": True, "bias": torch.bfloat16},
-        (2, 31, 33, 64),
-        3,
-    ),
+    "long gate/up": Shape({"hidden": 1064, "intermediate": 80}, (1, 17), 2),
+    "long down": Shape({"hidden": 88, "intermediate": 1072, "interleaved": True}, (2, 33), 3),
     "no gate half": Shape(
-        {"hidden": 536, "intermediate": 49, "gate": "relu2", "bias": torch.float32},
-        (5, 16, 63),
-        9,
+        {"hidden": 536, "intermediate": 49, "gate": "relu2", "bias": torch.float32}, (5, 16, 63), 8
     ),
-    "transposed": Shape({"hidden": 536, "intermediate": 72, "transposed": True}, (32, 47), 1),
-    "less than a tile": Shape({"hidden": 20, "intermediate": 9}, (5, 16, 32, 64), 2),
+    "transposed": Shape(
+        {"hidden": 536, "intermediate": 72, "transposed": True, "bias": torch.bfloat16}, (31,), 1
+    ),
+    "less than a tile": Shape({"hidden": 20, "intermediate": 9}, (48,), 1),
 }
 SIZES = (1, 2, 5, 16, 17, 31, 32, 33, 47, 48, 63, 64)
-_MOST = 6
+_MOST = 3
 """Blockings of a kernel in a quick run."""
+_SECONDS = 60 * settings().max_examples
+"""For a whole program, on a busy machine."""
 
 x86_64_linux = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="AMX is x86-64's"
@@ -158,13 +156,14 @@ def at_the_edge(weights: Tensor) -> Tensor:
 # Every variant ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(_SECONDS)
 @pytest.mark.parametrize("isa", isas.names())
 def test_every_variant_has_the_same_bits(isa: str) -> None:
     reason = isas.by_name(isa).unavailable()
     if reason and not (isa == "amx" and _can_emulate()):
         pytest.skip(reason)
-    examples = settings().max_examples
-    output = check_output([sys.executable, __file__, isa, str(examples)], timeout=40 * examples)
+    command = [sys.executable, __file__, isa, str(settings().max_examples)]
+    output = check_output(command, timeout=_SECONDS)
     report = json.loads(output.splitlines()[-1])
     assert report["layers"] == list(SHAPES)
     assert report["kernels"] > 2 * len(SHAPES)
@@ -217,7 +216,7 @@ def _variants(offset: int) -> Choose:
 
 # Any variant of any layer -------------------------------------------------------------------------------------------
 
-any_layer = given(
+_any_layer = given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.one_of(st.sampled_from(SIZES), st.integers(1, 200)),
     hidden=st.one_of(st.sampled_from((31, 32, 512, 513, 1055, 2080)), st.integers(1, 700)),
@@ -230,6 +229,11 @@ any_layer = given(
     gate_up=st.integers(0, 999),
     down=st.integers(0, 999),
 )
+
+
+def any_layer(test: Callable[..., None]) -> Callable[..., None]:
+    """With half as many examples as usual: each compiles four kernels and more."""
+    return settings(max_examples=max(1, settings().max_examples // 2))(_any_layer(test))
 
 
 def compare_any(
@@ -256,14 +260,15 @@ def test_any_variant_of_any_layer(isa: str, **options: Any) -> None:
 
 
 @x86_64_linux
+@pytest.mark.timeout(_SECONDS)
 def test_any_variant_of_any_layer_on_amx() -> None:
     """As above, in a process of its own."""
-    examples = settings().max_examples
     if not cpu.amx_status().usable and not _can_emulate():
         pytest.skip(cpu.amx_status().reason)
+    examples = settings().max_examples
     command = [sys.executable, __file__, "amx", str(examples), "any"]
-    report = json.loads(check_output(command, timeout=60 * examples).splitlines()[-1])
-    assert report["examples"] >= examples
+    report = json.loads(check_output(command, timeout=_SECONDS).splitlines()[-1])
+    assert report["examples"] >= examples // 2
 
 
 # Tiles as they are configured ---------------------------------------------------------------------------------------
@@ -272,9 +277,9 @@ def test_any_variant_of_any_layer_on_amx() -> None:
 def test_amx_tiles_are_used_as_they_are_configured() -> None:
     """In the IR: shapes agree in every product, and with the strides in memory."""
     used = set()
-    for spec in (ExpertSpec(536, 88, 1, 1), ExpertSpec(88, 49, 1, 1, gate="relu2")):
+    for spec in (ExpertSpec(536, 80, 1, 1), ExpertSpec(88, 49, 1, 1, gate="relu2")):
         kernels = contiguous(spec, "amx")
-        for tokens in SIZES:
+        for tokens in (1, 16, 20, 48, 50, 64):
             for kernel in (kernels.gate_up(tokens), kernels.down(tokens)):
                 for variant in of_each_blocking(kernel):
                     used |= check_tiles(replace(kernel, variant=variant).ir())
@@ -340,13 +345,14 @@ def _check_region(
 @pytest.mark.parametrize("tokens", [1, 20, 48, 64])
 def test_llvm_keeps_the_tile_numbers_of_every_variant(tokens: int) -> None:
     target = amx_target("sapphirerapids")
-    for spec in (ExpertSpec(536, 88, 1, 1), ExpertSpec(536, 49, 1, 1, gate="relu2")):
+    for spec in (ExpertSpec(536, 80, 1, 1), ExpertSpec(536, 48, 1, 1, gate="relu2")):
         kernels = contiguous(spec, "amx")
         for kernel in (kernels.gate_up(tokens), kernels.down(tokens)):
             for variant in of_each_blocking(kernel, tokens):
-                if variant.k_block < kernel.inputs:  # else LLVM drops what would go on with a sum
-                    ir = replace(kernel, variant=variant).ir()
-                    assert tiles_in_assembly(assembly(ir, target)) == tiles_in_ir(ir)
+                if variant.k_block // 32 >= kernel.inputs // 32:
+                    continue  # one k block: LLVM drops what goes on with sums
+                ir = replace(kernel, variant=variant).ir()
+                assert tiles_in_assembly(assembly(ir, target)) == tiles_in_ir(ir)
 
 
 # The program --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from expertile.codegen import isa as isas
 
 Json = dict[str, Any]
 
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 PEER_SHAPE = "qwen3-30b-a3b"
 
 

@@ -22,7 +22,7 @@ from expertile.runtime.roofline import Probe
 
 Json = dict[str, Any]
 
-PEER_TOKENS = (1, 2, 4, 8, 16, 64)
+PEER_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
 # Samples ------------------------------------------------------------------------------------------
