@@ -41,7 +41,7 @@ _CROWDED = 0.25
 _ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
-_L1_PART = 1.3
+_L1_PART = 1.5
 """Working sets a bit larger than L1 still do: what is read in order comes back in time."""
 
 
@@ -168,7 +168,7 @@ def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
         # The first pass finds the rows in L2, the others where they stay.
         from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
         from_l2 += 0 if b_in_l1 else tokens
-        multiply = isa.multiply_cycles * rows * tokens
+        multiply = max(isa.multiply_cycles * rows * tokens, isa.latency_cycles)
         step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats

@@ -24,6 +24,7 @@ class Amx(TileIsa):
     name = "amx"
     layout = PairLayout()
     multiply_cycles = 1 / 16
+    latency_cycles = 52.0
     unasked = 0.0  # a tile load fetches 16 lines at once
     lost = 0.1
     block_tokens = 64

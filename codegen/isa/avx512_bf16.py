@@ -14,6 +14,7 @@ class Avx512Bf16(DotIsa):
     name = "avx512_bf16"
     summary = "512-bit vectors, VDPBF16PS"
     multiply_cycles = 1.0
+    latency_cycles = 6.0
     shapes = ((4, 6), (4, 4), (8, 2), (16, 1), (1, 4))
 
     def unavailable(self) -> str | None:

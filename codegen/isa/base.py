@@ -109,6 +109,8 @@ class TileIsa(ABC):
     """One line for `expertile doctor`."""
     multiply_cycles: ClassVar[float]
     """Core cycles to multiply a chunk of a row by a token, when that is all there is to do."""
+    latency_cycles: ClassVar[float]
+    """Core cycles from a multiplication to the next one on the same C tile."""
     unasked: ClassVar[float] = 0.25
     """How much longer memory takes when no line is asked for ahead, as a part of the whole."""
     lost: ClassVar[float] = 0.25

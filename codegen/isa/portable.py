@@ -18,6 +18,7 @@ class Portable(DotIsa):
     name = "portable"
     summary = "plain vectors on any CPU"
     multiply_cycles = 8.0
+    latency_cycles = 8.0
     shapes = ((2, 2), (4, 1))
 
     def unavailable(self) -> str | None:

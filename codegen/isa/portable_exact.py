@@ -24,6 +24,7 @@ class PortableExact(TileIsa):
     name = "portable_exact"
     layout = PairLayout()
     multiply_cycles = 20.0
+    latency_cycles = 8.0
     block_tokens = 64
     sum_bytes = 4
     summary = "AMX arithmetic to the bit, in plain vectors (slow)"
