@@ -41,7 +41,7 @@ _CROWDED = 0.25
 _ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
-_L1_PART = 1.5
+_L1_PART = 1.6
 """Working sets a bit larger than L1 still do: what is read in order comes back in time."""
 
 
