@@ -12,14 +12,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from expertile._bench import SHAPES, Shape, machine, shape_from
+from expertile._bench import SHAPES, Shape, machine, numbers_from, shape_from
+from expertile._bench.protocol import spread
 from expertile.runtime import openmp, roofline
 from expertile.runtime.caches import caches, working_sets
 from expertile.runtime.errors import ArgumentError
@@ -128,11 +129,11 @@ class Ceilings:
             {
                 "place": place,
                 "best": self.best(place),
-                "gb_per_s": {name: _spread(p.rates.values(), 1e9) for name, p in kernels.items()},
+                "gb_per_s": {name: spread(p.rates.values(), 1e9) for name, p in kernels.items()},
             }
             for place, kernels in self.reads.items()
         ]
-        peak = _spread(self.peak.rates.values(), 1e12)
+        peak = spread(self.peak.rates.values(), 1e12)
         return {"threads": self.threads, "peak_tflops": peak, "reads": reads}
 
 
@@ -178,15 +179,6 @@ def _sample(
     roofline.interleave(references, [last], seconds, progress)
 
 
-def _spread(values: Iterable[float], unit: float = 1.0) -> Json:
-    """Median and quartiles."""
-    values = [value / unit for value in values]
-    low, middle, high = (
-        quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    )
-    return {"median": middle, "low": low, "high": high, "rounds": len(values)}
-
-
 def _sets(threads: int) -> tuple[dict[str, int], Json]:
     """Bytes a thread to read from each cache, and how they came about."""
     found, assumed = caches()
@@ -202,15 +194,6 @@ def _sets(threads: int) -> tuple[dict[str, int], Json]:
 
 
 # The command --------------------------------------------------------------------------------------
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
-    if 0 in sizes:
-        raise typer.BadParameter(
-            f"expected numbers from 1 with commas between, such as 1,16,256; got {text!r}"
-        )
-    return sorted(sizes)
 
 
 def _positive(value: float) -> float:
@@ -256,7 +239,7 @@ def command(
     from rich.console import Console
     from rich.progress import Progress
 
-    shapes, sizes = [shape_from(text) for text in shape or SHAPES], _sizes(tokens)
+    shapes, sizes = [shape_from(text) for text in shape or SHAPES], numbers_from(tokens)
     count = threads or openmp.threads()
     if count > 1 and openmp.runtime() is None:
         raise ArgumentError(f"--threads: expected 1, as no OpenMP runtime is loaded, got {count}")

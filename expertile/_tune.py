@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from expertile._bench import SHAPES, Shape, machine, shape_from, torch_threads
+from expertile._bench import SHAPES, Shape, machine, numbers_from, shape_from, torch_threads
 from expertile.codegen import isa as isas
 from expertile.codegen.cache import default_cache
 from expertile.runtime import openmp, tuning
@@ -29,15 +29,6 @@ from expertile.runtime.tuning import Result
 from expertile.templates.expert import ExpertKernel
 
 Json = dict[str, Any]
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if 0 in numbers:
-        raise typer.BadParameter(
-            f"expected numbers from 1 with commas between, such as 1,4,16; got {text!r}"
-        )
-    return numbers
 
 
 def command(
@@ -70,7 +61,9 @@ def command(
     change how fast a layer is, never what it computes.
     """
     shapes = [_with_gate(shape_from(text), gate) for text in shape]
-    sizes = None if rows is None else tuning.sizes_of(_numbers(rows), isas.select().block_tokens)
+    sizes = (
+        None if rows is None else tuning.sizes_of(numbers_from(rows), isas.select().block_tokens)
+    )
     count = threads or openmp.threads()
     if count > 1 and openmp.runtime() is None:
         raise ArgumentError(f"--threads: expected 1, as no OpenMP runtime is loaded, got {count}")

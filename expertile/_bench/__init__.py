@@ -9,7 +9,15 @@ from expertile._bench.command import bench, machine, torch_threads
 from expertile._bench.fresh import first_calls, host
 from expertile._bench.implementations import peers
 from expertile._bench.protocol import measure
-from expertile._bench.workload import SHAPES, Call, Shape, Weights, schedule, shape_from
+from expertile._bench.workload import (
+    SHAPES,
+    Call,
+    Shape,
+    Weights,
+    numbers_from,
+    schedule,
+    shape_from,
+)
 
 __all__ = [
     "SHAPES",
@@ -21,6 +29,7 @@ __all__ = [
     "host",
     "machine",
     "measure",
+    "numbers_from",
     "peers",
     "schedule",
     "shape_from",

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 import expertile
 from expertile._bench import fresh, profiles, protocol, reuse, tables
 from expertile._bench.implementations import peers
-from expertile._bench.workload import SHAPES, Shape, shape_from
+from expertile._bench.workload import SHAPES, Shape, numbers_from, shape_from
 from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 
@@ -53,15 +53,6 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
-    if 0 in numbers:
-        raise typer.BadParameter(
-            f"expected numbers from 1 with commas between, such as 1,2,4; got {text!r}"
-        )
-    return sorted(numbers)
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -111,7 +102,7 @@ def bench(
 ) -> None:
     """Measure layer calls against the machine's own roofline."""
     console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
-    sizes = _numbers(tokens) if tokens else TOKENS
+    sizes = numbers_from(tokens) if tokens else TOKENS
     shapes = [shape_from(text) for text in shape or SHAPES]
     count = threads or torch.get_num_threads()
     report: Json = {"machine": machine(count)}

@@ -94,6 +94,16 @@ def shape_from(text: str) -> Shape:
     return Shape(text, hidden, intermediate, experts, top_k)
 
 
+def numbers_from(text: str) -> list[int]:
+    """The different numbers in "1,2,4", ascending. Raises typer.BadParameter for anything else."""
+    numbers = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
+    if 0 in numbers:
+        raise typer.BadParameter(
+            f"expected numbers from 1 with commas between, such as 1,2,4; got {text!r}"
+        )
+    return sorted(numbers)
+
+
 # Weights ------------------------------------------------------------------------------------------
 
 
