@@ -98,13 +98,11 @@ def most_scratch(kernel: ExpertKernel) -> int:
 
 def best(kernel: Kernel) -> Kernel:
     """The kernel in the variant to use on this machine."""
-    offered = _offered(kernel)
-    measured = {
-        size: _fitting(kernel, variant)
-        for size, variant in tuned(description(kernel)).items()
-        if _fitting(kernel, variant) in offered
-    }
-    variant = _nearest(measured, (kernel.tokens, kernel.blocks))
+    kept = {size: _fitting(kernel, v) for size, v in tuned(description(kernel)).items()}
+    if kept:
+        offered = _offered(kernel)
+        kept = {size: variant for size, variant in kept.items() if variant in offered}
+    variant = _nearest(kept, (kernel.tokens, kernel.blocks))
     if variant is not None:
         return replace(kernel, variant=variant)
     return ranked(kernel, candidates(kernel))[0]
@@ -137,7 +135,9 @@ def predict(kernel: ExpertKernel) -> float:
     """Core cycles that a kernel takes for 16 rows of each matrix, as the model sees it."""
     isa, chunks = isas.by_name(kernel.isa), chunks_of(kernel.inputs)
     lines = GROUP * kernel.matrices * chunks
-    multiplying = _multiplying(kernel, chunks)
+    plan = _plan(kernel)
+    a_in_l1, b_in_l1 = _in_l1(kernel, plan)
+    multiplying = _multiplying(kernel, plan, a_in_l1, b_in_l1)
     if not kernel.format.direct:
         return multiplying
     often = len(kernel.variant.ahead)
@@ -148,19 +148,18 @@ def predict(kernel: ExpertKernel) -> float:
         return fetching + multiplying * (1 - _HIDDEN * idle)
     longer, shorter = max(fetching, multiplying), min(fetching, multiplying)
     spoilt = late * _LATE
-    if not _in_l1(kernel)[1]:
+    if not b_in_l1:
         spoilt += _CROWDED * fetching / longer
     return longer + shorter * (1 - _HIDDEN) + lines * FETCH_CYCLES * spoilt
 
 
-def _multiplying(kernel: ExpertKernel, chunks: int) -> float:
+def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: bool) -> float:
     """Cycles of all passes, with the weights in L2."""
-    isa, variant, plan = isas.by_name(kernel.isa), kernel.variant, _plan(kernel)
+    isa, variant, chunks = isas.by_name(kernel.isa), kernel.variant, chunks_of(kernel.inputs)
     k_blocks = -(-chunks // _k_chunks(kernel))
     repeats = GROUP // plan.rows / variant.neighbours
     if not variant.together:
         repeats *= kernel.matrices
-    a_in_l1, b_in_l1 = _in_l1(kernel)
     rows = plan.rows * plan.blocks
     cycles = 0.0
     for number, one in enumerate(plan.passes):
@@ -184,9 +183,9 @@ def _k_chunks(kernel: ExpertKernel) -> int:
     return min(kernel.variant.k_block // CHUNK or chunks, chunks)
 
 
-def _in_l1(kernel: ExpertKernel) -> tuple[bool, bool]:
+def _in_l1(kernel: ExpertKernel, plan: TilePlan) -> tuple[bool, bool]:
     """Whether the rows of a pass stay in L1 while they are needed again, and whether the tokens' operand does."""
-    variant, isa, plan = kernel.variant, isas.by_name(kernel.isa), _plan(kernel)
+    variant, isa = kernel.variant, isas.by_name(kernel.isa)
     k_chunks = _k_chunks(kernel)
     room = _l1_bytes() * _L1_PART
     rows = plan.rows * plan.blocks * 64 * k_chunks
