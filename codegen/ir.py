@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,6 +220,9 @@ class Value:
     def extract(self, lane: int) -> Value:
         return self.b.wrap(self.b.llvm.extract_element(self.ir, L.Constant(i32, lane)))
 
+    def insert(self, lane: int, element: Value) -> Value:
+        return self.b.wrap(self.b.llvm.insert_element(self.ir, element.ir, L.Constant(i32, lane)))
+
     # On pointers -----------------------------------------------------------------------------------------------
 
     def at(self, offset: Any) -> Value:
@@ -318,12 +322,15 @@ class Builder:
         slot.align, slot.type = align, ptr
         return self.wrap(slot)
 
-    def constant_bytes(self, name: str, data: bytes, align: int = 64) -> Value:
-        """The address of a private constant."""
-        glob = L.GlobalVariable(self.module, L.ArrayType(i8, len(data)), name)
-        glob.initializer = L.Constant(glob.value_type, bytearray(data))
-        glob.global_constant, glob.linkage, glob.align = True, "private", align
-        glob.type = ptr
+    def constant_bytes(self, data: bytes, align: int = 64) -> Value:
+        """The address of a private constant; equal ones are the same."""
+        name = f"constant_{sha256(data).hexdigest()[:16]}_{align}"
+        glob = self.module.globals.get(name)
+        if glob is None:
+            glob = L.GlobalVariable(self.module, L.ArrayType(i8, len(data)), name)
+            glob.initializer = L.Constant(glob.value_type, bytearray(data))
+            glob.global_constant, glob.linkage, glob.align = True, "private", align
+            glob.type = ptr
         return self.wrap(glob)
 
     def splat(self, scalar: Value, lanes: int) -> Value:

@@ -20,7 +20,9 @@ from expertile.runtime import spec as _spec
 from expertile.runtime.bound import Layer
 from expertile.runtime.errors import ArgumentError, DtypeError, ExpertileError
 from expertile.runtime.layer import calls
+from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.spec import ExpertSpec
+from expertile.runtime.weights import ExpertWeights
 from expertile.templates.gates import Gate
 from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp
 from expertile.templates.gates.swiglu_oai import SwigluOai as swiglu_oai
@@ -30,6 +32,7 @@ __all__ = [
     "CodegenError",
     "DtypeError",
     "ExpertSpec",
+    "ExpertWeights",
     "ExpertileError",
     "Gate",
     "Kernels",
@@ -45,8 +48,8 @@ __version__ = _version("expertile")
 
 def fused_experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix | tuple[Matrix, Matrix],
+    down: Matrix,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -60,8 +63,9 @@ def fused_experts(
 
     x: `[T, H]` bf16, fp16 or fp32, rounded to bf16 for the product; any row stride.
     gate_up: `[E, 2I, H]` bf16, gate rows then up rows, or alternating if `interleaved`; `[E, H, 2I]` if `transposed`;
-        `[E, I, H]` for a gate without a gate half ("relu2"). Any expert and row stride; read in place.
-    down: `[E, H, I]` bf16; `[E, I, H]` if `transposed`.
+        `[E, I, H]` for a gate without a gate half ("relu2"). Any expert and row stride; read in place. Or
+        :class:`ExpertWeights`, for quantised formats and for one tensor an expert; or a pair (gate, up) of either.
+    down: `[E, H, I]` bf16; `[E, I, H]` if `transposed`; or :class:`ExpertWeights`, of the same format or another.
     topk_ids: `[T, k]` int32 or int64, any strides. -1 means "not here" and contributes exactly zero.
     topk_weights: `[T, k]` bf16, fp16 or fp32, any strides.
     gate: "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_clamp", or a :class:`Gate` such as
@@ -75,18 +79,8 @@ def fused_experts(
     Raises ArgumentError (a ValueError) or DtypeError (a TypeError) naming the argument; an id outside -1…E-1 is an
     ArgumentError too. At most 70 expert kernels are compiled for a layer shape (35 for each projection), with AMX 134.
     """
-    return _operator.fused_experts(
-        x,
-        gate_up,
-        down,
-        topk_ids,
-        topk_weights,
-        gate,
-        gate_up_bias,
-        down_bias,
-        interleaved,
-        transposed,
-    )
+    weights = LayerWeights(gate_up, down, gate_up_bias, down_bias, gate, interleaved, transposed)
+    return _operator.fused_experts(x, weights, topk_ids, topk_weights)
 
 
 class Kernels:
@@ -97,8 +91,8 @@ class Kernels:
 
     def bind(
         self,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Matrix | tuple[Matrix, Matrix],
+        down: Matrix,
         *,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
@@ -109,15 +103,17 @@ class Kernels:
         Raises ArgumentError or DtypeError where they don't fit the spec.
         """
         spec = self.spec
-        options = (spec.interleaved, spec.transposed)
-        found = _layer.prepare(
-            gate_up, down, spec.gate, gate_up_bias, down_bias, spec.top_k, *options
-        ).spec
-        for name in ("hidden", "intermediate", "experts", "gate_up_bias", "down_bias"):
-            expected, got = getattr(spec, name), getattr(found, name)
+        weights = LayerWeights(
+            gate_up, down, gate_up_bias, down_bias, spec.gate, spec.interleaved, spec.transposed
+        )
+        found = _layer.prepare(weights, spec.top_k).spec
+        for name in (
+            "hidden", "intermediate", "experts", "weights", "down_weights", "gate_up_bias", "down_bias",
+        ):  # fmt: skip
+            expected, got = spec.resolved(name), found.resolved(name)
             if expected != got:
                 raise ArgumentError(f"{name}: the spec says {expected!r}, the tensors say {got!r}")
-        return Layer(gate_up, down, spec.gate, gate_up_bias, down_bias, *options)
+        return Layer(weights)
 
 
 def compile(spec: ExpertSpec, rows: Iterable[int] | None = None) -> Kernels:

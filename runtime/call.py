@@ -5,11 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from expertile.codegen.ir import Builder, L, Value, i64, ptr
+from expertile.templates.expert import MATRIX
+
+ROLES = ("gate", "up", "down")
+WEIGHTS = tuple(f"{role}_{part}" for role in ROLES for part in MATRIX)
+"""The parts of the matrices of all experts. Each has an address and, as `…_step`, the bytes from expert to expert;
+or, if that is TABLE, the address of a table with an address for each expert."""
+TABLE = -1
 
 POINTERS = (
     # the caller's tensors
-    "x", "out", "ids", "router",
-    "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+    "x", "out", "ids", "router", *WEIGHTS,
     # kernels
     "gather", "finish", "gate_up_kernels", "down_kernels",
     # the OpenMP runtime
@@ -23,7 +29,9 @@ INTEGERS = (
     "tokens", "top_k", "num_experts", "hidden", "intermediate",
     # strides in bytes
     "x_row", "out_row", "out_element", "ids_row", "ids_step", "router_row", "router_step",
-    "gate_up_expert", "down_expert", "gate_up_bias_expert", "down_bias_expert",
+    *(f"{part}_step" for part in WEIGHTS),
+    # bytes of codes from a row to the next, for what is fetched ahead
+    "gate_up_row", "down_row",
     # kinds: ids are 4 or 8 bytes; the router's are 0 = fp32, 1 = bf16, 2 = fp16
     "ids_bytes", "router_kind",
     # token blocks have 2^block_shift tokens; from `corner` tokens on, multiplying a row takes longer than fetching it
@@ -50,7 +58,10 @@ OK, BAD_ID, MISSING_KERNELS = 0, 1, 2
 
 COUNTER_STRIDE = 64
 COUNTERS = 3
-EXPERT_BYTES = 24  # expert, tokens, first sorted position
+EXPERT_BYTES = (
+    128  # expert, tokens, first sorted position, unused; then the records of its matrices
+)
+MATRICES = 32
 GROUP_BYTES = 16  # first sorted position, tokens
 ITEM_BYTES = 24  # index among the active experts, first row, end row
 

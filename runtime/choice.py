@@ -25,6 +25,7 @@ from expertile.codegen.isa import TilePlan, Variant
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.runtime.caches import caches
 from expertile.templates.expert import ExpertKernel
+from expertile.templates.formats.base import ByRows
 
 Kernel = TypeVar("Kernel", bound=ExpertKernel)
 Size = tuple[int, int]
@@ -59,15 +60,15 @@ def candidates(kernel: ExpertKernel) -> tuple[Variant, ...]:
 
 def _offered(kernel: ExpertKernel) -> list[Variant]:
     """What the ISA offers, fitted to the kernel."""
-    offered = isas.by_name(kernel.isa).variants(kernel.tokens, kernel.matrices)
+    isa, format_ = isas.by_name(kernel.isa), kernel.format
+    decoded = isinstance(format_, ByRows) and not format_.direct
+    offered = (isa.decoding if decoded else isa.variants)(kernel.tokens, kernel.matrices)
     return [_fitting(kernel, variant) for variant in offered]
 
 
 def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:
     """The variant without what makes no difference to the kernel."""
-    if (
-        not kernel.format.direct
-    ):  # staged rows are in L2, and whoever staged them has asked for the next
+    if not isinstance(kernel.format, ByRows):  # staged, and whoever did has asked for the next rows
         variant = replace(variant, neighbours=1, copied=False, streaming=False, ahead=())
     if variant.k_block >= kernel.inputs and not variant.copied:
         variant = replace(variant, k_block=0)
@@ -88,9 +89,9 @@ def most_scratch(kernel: ExpertKernel) -> int:
     variants = {
         variant
         for tokens in range(1, isa.block_tokens + 1)
-        for variant in isa.variants(tokens, kernel.matrices)
+        for variant in _offered(replace(kernel, tokens=tokens))
     }
-    return max(replace(full, variant=_fitting(kernel, v)).scratch_bytes for v in variants)
+    return max(replace(full, variant=variant).scratch_bytes for variant in variants)
 
 
 # The best ---------------------------------------------------------------------------------------------------------
@@ -133,12 +134,12 @@ def _nearest(measured: dict[Size, Variant], size: Size) -> Variant | None:
 
 def predict(kernel: ExpertKernel) -> float:
     """Core cycles that a kernel takes for 16 rows of each matrix, as the model sees it."""
-    isa, chunks = isas.by_name(kernel.isa), chunks_of(kernel.inputs)
-    lines = GROUP * kernel.matrices * chunks
+    isa = isas.by_name(kernel.isa)
+    lines = GROUP * kernel.matrices * kernel.format.code_bytes(kernel.inputs) / 64
     plan = _plan(kernel)
     a_in_l1, b_in_l1 = _in_l1(kernel, plan)
     multiplying = _multiplying(kernel, plan, a_in_l1, b_in_l1)
-    if not kernel.format.direct:
+    if not isinstance(kernel.format, ByRows):
         return multiplying
     often = len(kernel.variant.ahead)
     late = isa.lost / often if often else isa.unasked
@@ -162,18 +163,21 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
         repeats *= kernel.matrices
     rows = plan.rows * plan.blocks
     cycles = 0.0
+    written = variant.copied or variant.staged
+    decode = kernel.format.decode_cycles
     for number, one in enumerate(plan.passes):
         tokens = sum(tile.tokens for tile in one.tiles)
         # The first pass finds the rows in L2, the others where they stay.
         from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
         from_l2 += 0 if b_in_l1 else tokens
         multiply = max(isa.multiply_cycles * rows * tokens, isa.latency_cycles)
+        multiply += 0.0 if written else decode * rows
         step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
     asking = _ASK_CYCLES * len(variant.ahead)
-    copying = _L2_CYCLES + 1 if variant.copied else 0.0
+    copying = decode + _L2_CYCLES + 1 if written else 0.0
     return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
 
 

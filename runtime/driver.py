@@ -40,7 +40,7 @@ from expertile.codegen.ir import (
 from expertile.codegen.layouts import GROUP
 from expertile.runtime import call
 from expertile.runtime.call import field, read
-from expertile.templates.expert import LAUNCH_BLOCKS
+from expertile.templates.expert import LAUNCH_BLOCKS, MATRIX, MATRIX_BYTES
 
 _PARALLEL_FROM = 1 << 16
 """Weight elements a pass from which waking the other threads pays."""
@@ -155,6 +155,7 @@ class _Serial:
                 entry = f.experts.at(active.get() * call.EXPERT_BYTES)
                 for offset, value in enumerate((expert, tokens, position.get())):
                     entry.at(8 * offset).store(value)
+                self._list_matrices(entry.at(call.MATRICES), expert)
                 active.add(1)
                 with b.loop(0, tokens, GROUP) as first:
                     group = f.groups.at(groups.get() * call.GROUP_BYTES)
@@ -171,6 +172,17 @@ class _Serial:
         field(self.record, "active").store(active.get())
         field(self.record, "group_count").store(groups.get())
         return lacking.get()
+
+    def _list_matrices(self, records: Value, expert: Value) -> None:
+        """Where the parts of an expert's matrices are."""
+        b, f = self.b, self.f
+        for number, part in enumerate(call.WEIGHTS):
+            base, step, into = getattr(f, part), getattr(f, f"{part}_step"), records.at(8 * number)
+            with b.if_else(step.eq(call.TABLE)) as (table, spaced):
+                with table:
+                    into.store(base.at(expert * 8).load(ptr))
+                with spaced:
+                    into.store(base.at(expert * step))
 
     def _need(self, slot: Value, lacking: Var) -> None:
         """Mark both kernels of a slot that are not there."""
@@ -359,8 +371,11 @@ def _gather(b: Builder, f: SimpleNamespace) -> None:
 
 def _expert(f: SimpleNamespace, index: Value) -> SimpleNamespace:
     entry = f.experts.at(index * call.EXPERT_BYTES)
-    number, tokens, first = (entry.at(8 * i).load(i64) for i in range(3))
-    return SimpleNamespace(number=number, tokens=tokens, first=first)
+    _, tokens, first = (entry.at(8 * i).load(i64) for i in range(3))
+    records = [entry.at(call.MATRICES + MATRIX_BYTES * i) for i in range(len(call.ROLES))]
+    return SimpleNamespace(
+        tokens=tokens, first=first, **dict(zip(call.ROLES, records, strict=True))
+    )
 
 
 def _blocks(
@@ -400,19 +415,18 @@ def _next_rows(
 
 
 def _gate_up(b: Builder, f: SimpleNamespace) -> None:
+    first_down = _first_down(b, f)
     with _items(b, f, 1, f.item_count) as (number, following):
         expert, first_row, end_row = _item(f, number)
-        matrices = _gate_up_matrices(f, expert)
-        bias = expert.number * f.gate_up_bias_expert
-        pointers = [*matrices, f.gate_bias.at(bias), f.up_bias.at(bias)]
-        coming, coming_row = _after_gate_up(b, f, following)
+        matrices = [expert.gate, expert.up]
+        coming, coming_row = _after_gate_up(b, f, following, first_down)
 
         def launch(kernel: Value, row: Value, end: Value, blocks: Value, before: Value) -> None:
             position = expert.first + before
             operand = f.operand.at(position * f.operand_bytes)
             out = f.hidden_operand.at(position * f.hidden_bytes)
             *next_, next_row = _next_rows(b, end, end_row, matrices, coming, coming_row)
-            arguments = [*pointers, operand, out, *next_, next_row, row, end, blocks, f.scratch]
+            arguments = [*matrices, operand, out, *next_, next_row, row, end, blocks, f.scratch]
             b.call_address(kernel, void, arguments)
 
         f.hooks.rows(1, first_row, end_row, experts=1)
@@ -425,23 +439,26 @@ def _item(f: SimpleNamespace, number: Value) -> tuple[SimpleNamespace, Value, Va
     return _expert(f, index), first, end
 
 
-def _gate_up_matrices(f: SimpleNamespace, expert: SimpleNamespace) -> list[Value]:
-    matrix = expert.number * f.gate_up_expert
-    return [f.gate.at(matrix), f.up.at(matrix)]
+def _first_down(b: Builder, f: SimpleNamespace) -> list[Value]:
+    """The first rows of the thread's first down item, as the records of a gate and an up matrix to be fetched."""
+    matrix = _expert(f, b.const(i64, 0)).down.at(MATRIX["codes"]).load(ptr)
+    first = matrix.at(f.first_down * f.down_rows * f.down_row)
+    records = [b.buffer(MATRIX_BYTES) for _ in range(2)]
+    for number, record in enumerate(
+        records
+    ):  # two parts of what a row block of gate and up is long
+        record.at(MATRIX["codes"]).store(first.at(f.gate_up_row * (GROUP * number)))
+    return records
 
 
-def _after_gate_up(b: Builder, f: SimpleNamespace, number: Value) -> tuple[list[Value], Value]:
+def _after_gate_up(
+    b: Builder, f: SimpleNamespace, number: Value, first_down: list[Value]
+) -> tuple[list[Value], Value]:
     """The matrices and the row of gate/up item `number`; after the last one comes the thread's first down item."""
     another = number < f.item_count
     expert, first, _ = _item(f, b.min(number, f.item_count - 1))
-    item = _gate_up_matrices(f, expert)
-    down = f.down.at(_expert(f, b.const(i64, 0)).number * f.down_expert)
-    down = down.at(f.first_down * f.down_rows * f.intermediate * 2)
-    down_pass = [
-        down,
-        down.at(f.hidden * (2 * GROUP)),
-    ]  # two parts of what a row block of gate and up is long
-    pointers = [b.select(another, x, y) for x, y in zip(item, down_pass, strict=True)]
+    item = [expert.gate, expert.up]
+    pointers = [b.select(another, x, y) for x, y in zip(item, first_down, strict=True)]
     return pointers, b.select(another, first, 0)
 
 
@@ -459,41 +476,23 @@ def _down(b: Builder, f: SimpleNamespace) -> None:
         origin = sums.at((0 - first_row) * 4)
         with b.loop(0, f.active) as index:
             expert = _expert(f, index)
-            matrix = _down_matrix(f, expert)
-            bias = f.down_bias.at(expert.number * f.down_bias_expert)
             more = index + 1 < f.active
-            coming = _down_matrix(f, _expert(f, b.select(more, index + 1, 0)))
+            coming = _expert(f, b.select(more, index + 1, 0)).down
             next_first = b.select(more, first_row, coming_row)
 
             def launch(
                 kernel: Value, row: Value, end: Value, blocks: Value, before: Value,
-                expert: SimpleNamespace = expert, matrix: Value = matrix, bias: Value = bias,
-                coming: Value = coming, next_first: Value = next_first,
+                expert: SimpleNamespace = expert, coming: Value = coming, next_first: Value = next_first,
             ) -> None:  # fmt: skip
                 position = expert.first + before
                 operand = f.hidden_operand.at(position * f.hidden_bytes)
                 lists = [f.token.at(position * 4), f.sorted_router.at(position * 4)]
-                next_, next_row = _next_rows(b, end, end_row, [matrix], [coming], next_first)
-                arguments = [
-                    matrix,
-                    bias,
-                    operand,
-                    *lists,
-                    origin,
-                    next_,
-                    row_bytes,
-                    next_row,
-                    row,
-                    end,
-                    blocks,
-                ]
-                b.call_address(kernel, void, [*arguments, f.scratch])
+                next_, next_row = _next_rows(b, end, end_row, [expert.down], [coming], next_first)
+                places = [expert.down, operand, *lists, origin, next_]
+                numbers = [row_bytes, next_row, row, end, blocks]
+                b.call_address(kernel, void, [*places, *numbers, f.scratch])
 
             _blocks(b, f, expert, f.down_kernels, first_row, end_row, launch)
         columns = end_row - first_row
         out = f.out.at(first_row * f.out_element)
         b.call_address(f.finish, void, [sums, row_bytes, out, f.out_row, f.tokens, columns])
-
-
-def _down_matrix(f: SimpleNamespace, expert: SimpleNamespace) -> Value:
-    return f.down.at(expert.number * f.down_expert)

@@ -14,9 +14,10 @@ from expertile.codegen.layouts import chunks_of
 from expertile.runtime import call, checks, jit, openmp, spec, workspace
 from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
+from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.spec import LayerKernels
+from expertile.runtime.weights import ExpertWeights
 from expertile.templates import gates
-from expertile.templates.gates import Gate
 
 SCRATCH_CAP = 512 << 20
 """Scratch bytes above which a call is cut into chunks of tokens."""
@@ -86,54 +87,21 @@ class Recorder(Protocol):
 _prepared: dict[tuple[Any, ...], LayerKernels] = {}
 
 
-def _signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """All metadata of a weight that the checks look at."""
-    if tensor is None:
-        return None
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.layout,
-        tensor.requires_grad,
-        tensor.is_neg(),
-    )
-
-
-def prepare(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate: str | Gate,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    top_k: int,
-    interleaved: bool,
-    transposed: bool,
-) -> LayerKernels:
-    """The kernels for these tensors; checked in full the first time their metadata is seen."""
+def prepare(weights: LayerWeights, top_k: int) -> LayerKernels:
+    """The kernels for these weights; checked in full the first time their metadata is seen."""
     try:
-        key = (
-            _signature(gate_up), _signature(down), _signature(gate_up_bias), _signature(down_bias),
-            gate, top_k, interleaved, transposed, torch.is_grad_enabled(),
-        )  # fmt: skip
+        key = (weights.key(), top_k, torch.is_grad_enabled())
         found = _prepared.get(key)
         if found is not None:
             return found
     except (AttributeError, TypeError, RuntimeError):
         key = None  # not all dense tensors: the checks will say so
     try:
-        resolved = gates.resolve(gate)
+        gate = gates.resolve(weights.gate)
     except (ValueError, TypeError) as error:
         raise ArgumentError(str(error)) from None
-    shape = checks.layer(
-        gate_up, down, gate_up_bias, down_bias, top_k, resolved, interleaved, transposed
-    )
-    row = [
-        2 * weight.stride(1) if weight.shape[1] > 1 else 2 * weight.shape[2]
-        for weight in (gate_up, down)
-    ]
-    kernels = spec.kernels(shape, row[0], row[1], isas.select().name)
+    shape, stored = checks.layer(weights._replace(gate=gate), top_k)
+    kernels = spec.kernels(shape, stored, isas.select().name)
     if key is not None:
         _prepared[key] = kernels
     return kernels
@@ -141,40 +109,25 @@ def prepare(
 
 def run(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights: LayerWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate: str | Gate,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    interleaved: bool,
-    transposed: bool,
     recorder: Recorder | None = None,
 ) -> torch.Tensor:
     """The layer, computed. Arguments as in :func:`expertile.fused_experts`; the profiled driver runs for a recorder."""
     top_k = topk_ids.shape[-1] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() else 1
-    kernels = prepare(
-        gate_up, down, gate, gate_up_bias, down_bias, max(top_k, 1), interleaved, transposed
-    )
-    weights = gate_up, down, gate_up_bias, down_bias
-    return execute(kernels, x, weights, topk_ids, topk_weights, recorder)
-
-
-Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""gate_up, down and their biases."""
+    return execute(prepare(weights, max(top_k, 1)), x, weights, topk_ids, topk_weights, recorder)
 
 
 def execute(
     kernels: LayerKernels,
     x: torch.Tensor,
-    weights: Weights,
+    weights: LayerWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     recorder: Recorder | None = None,
 ) -> torch.Tensor:
     """The layer, computed by given kernels, which must be for such weights."""
-    gate_up, down, gate_up_bias, down_bias = weights
     checks.routing(x, topk_ids, topk_weights, kernels.spec.hidden)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # the default may be elsewhere
     if x.shape[0] == 0:
@@ -183,24 +136,43 @@ def execute(
         # zero_() would want threads, which a forked child doesn't have.
         ctypes.memset(out.data_ptr(), 0, out.nbytes)
         return out
-    addresses = (
-        gate_up.data_ptr(), gate_up.data_ptr() + kernels.up_offset, down.data_ptr(),
-        *_bias_addresses(kernels, gate_up_bias), 0 if down_bias is None else down_bias.data_ptr(),
-    )  # fmt: skip
-    strides = (
-        2 * gate_up.stride(0), 2 * down.stride(0),
-        *(0 if bias is None else bias.element_size() * bias.stride(0) for bias in (gate_up_bias, down_bias)),
-    )  # fmt: skip
-    _chunks(kernels, x, out, topk_ids, topk_weights, addresses, strides, recorder)
+    _chunks(kernels, x, out, topk_ids, topk_weights, _places(kernels, weights), recorder)
     return out
 
 
-def _bias_addresses(kernels: LayerKernels, bias: torch.Tensor | None) -> tuple[int, int]:
+Places = tuple[tuple[int, ...], tuple[int, ...]]
+"""Addresses and steps of `call.WEIGHTS`."""
+
+
+def _places(kernels: LayerKernels, weights: LayerWeights) -> Places:
+    """Where the parts of gate, up and down are."""
+    first, up_row = weights.gate_up, kernels.up_row
+    gate, up = first if isinstance(first, tuple) else (first, first)
+    row_bytes = 2 if kernels.spec.transposed else kernels.stored[0].row_bytes
+    parts = (
+        *_parts(gate, 0, row_bytes), _bias(weights.gate_up_bias, 0),
+        *_parts(up, 0 if isinstance(first, tuple) else up_row, row_bytes), _bias(weights.gate_up_bias, up_row),
+        *_parts(weights.down, 0, 0), _bias(weights.down_bias, 0),
+    )  # fmt: skip
+    addresses, steps = zip(*parts, strict=True)
+    return addresses, steps
+
+
+_NOTHING = (0, 0)
+
+
+def _parts(matrix: Matrix, row: int, row_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Address and step of codes, scales and factor of a matrix from row `row` on."""
+    if isinstance(matrix, ExpertWeights):
+        return matrix.places(row)
+    return (matrix.data_ptr() + row * row_bytes, 2 * matrix.stride(0)), _NOTHING, _NOTHING
+
+
+def _bias(bias: torch.Tensor | None, first: int) -> tuple[int, int]:
     if bias is None:
-        return 0, 0
-    shape = kernels.spec
-    gap = (1 if shape.interleaved else shape.intermediate) if kernels.gate.gated else 0
-    return bias.data_ptr(), bias.data_ptr() + gap * bias.element_size()
+        return _NOTHING
+    size = bias.element_size()
+    return bias.data_ptr() + first * size, size * bias.stride(0)
 
 
 def _chunks(
@@ -209,8 +181,7 @@ def _chunks(
     out: torch.Tensor,
     ids: torch.Tensor,
     router: torch.Tensor,
-    weights: tuple[int, ...],
-    strides: tuple[int, ...],
+    places: Places,
     recorder: Recorder | None,
 ) -> None:
     """Run the layer on as many tokens at a time as the scratch cap allows."""
@@ -231,7 +202,7 @@ def _chunks(
             # Its own for the last chunk: with fewer tokens the sums of a down item may take more.
             scratch = _scratch(kernels, min(step, tokens - first), top_k, threads)
             try:
-                _native(kernels, space, scratch, threads, *arguments, weights, strides, recorder)
+                _native(kernels, space, scratch, threads, *arguments, places, recorder)
             except _BadId as error:
                 _raise_bad_id(arguments[2], error.position, first, kernels.spec.experts)
     finally:
@@ -272,12 +243,12 @@ def _native(
     out: torch.Tensor,
     ids: torch.Tensor,
     router: torch.Tensor,
-    weights: tuple[int, ...],
-    strides: tuple[int, ...],
+    places: Places,
     recorder: Recorder | None,
 ) -> None:
     """One native call, and another if kernels had to be compiled first. Fields in the order of `call.OFFSETS`."""
     global _calls
+    addresses, steps = places
     driver = _entry(recorder is not None)
     shape, omp = kernels.spec, openmp.runtime()
     base = space.reserve(scratch.size)
@@ -286,7 +257,7 @@ def _native(
     ids_size, router_size, size = ids.element_size(), router.element_size(), x.element_size()
     while True:
         space.write(
-            x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *weights,
+            x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *addresses,
             *kernels.ends(dtype), gate_up.address, down.address,
             *((omp.parallel, omp.barrier, omp.thread_number) if omp else (0, 0, 0)),
             *(base + offset for offset in scratch.offsets),
@@ -294,7 +265,7 @@ def _native(
             x.stride(0) * size, out.stride(0) * size, size,
             ids.stride(0) * ids_size, ids.stride(1) * ids_size,
             router.stride(0) * router_size, router.stride(1) * router_size,
-            *strides,
+            *steps, *kernels.row_spans,
             ids_size, checks.ROUTER_KINDS[router.dtype],
             kernels.block_tokens.bit_length() - 1, kernels.corner,
             threads, scratch.thread_bytes, _align(kernels.scratch_bytes), kernels.row_unit,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from expertile.runtime import checks, layer
 from expertile.runtime.errors import ArgumentError
+from expertile.runtime.matrices import LayerWeights
 from expertile.templates import gates
 from expertile.templates.gates import Gate
 
@@ -69,18 +70,16 @@ def _compute(
     interleaved: bool = False,
     transposed: bool = False,
 ) -> torch.Tensor:
-    return layer.run(
-        x,
+    weights = LayerWeights(
         _one("gate_up", gate_up),
         _one("down", down),
-        topk_ids,
-        topk_weights,
-        gate_from(gate, gate_parameters),
         _optional("gate_up_bias", gate_up_bias),
         _optional("down_bias", down_bias),
+        gate_from(gate, gate_parameters),
         interleaved,
         transposed,
     )
+    return layer.run(x, weights, topk_ids, topk_weights)
 
 
 def _fake(
@@ -125,65 +124,43 @@ def _subclassed(tensors: Sequence[object]) -> bool:
 
 def fused_experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights: LayerWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate: str | Gate,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    interleaved: bool,
-    transposed: bool,
 ) -> torch.Tensor:
     """:func:`expertile.runtime.layer.run`, directly, or as a call of the operator where PyTorch must see it.
 
     That is while torch.compile, torch.export or a dispatch mode (fake tensors, make_fx) records, and for subclasses of
     Tensor, which may have no data at all.
     """
-    tensors = (x, gate_up, down, topk_ids, topk_weights, gate_up_bias, down_bias)
+    tensors = (x, topk_ids, topk_weights, *weights[:4])
     recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     call = _record if recording or _subclassed(tensors) else layer.run
-    return call(
-        x,
-        gate_up,
-        down,
-        topk_ids,
-        topk_weights,
-        gate,
-        gate_up_bias,
-        down_bias,
-        interleaved,
-        transposed,
-    )
+    return call(x, weights, topk_ids, topk_weights)
 
 
 def _record(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights: LayerWeights,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate: str | Gate,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    interleaved: bool,
-    transposed: bool,
 ) -> torch.Tensor:
     """A call of the operator."""
+    gate = weights.gate
     name = gate if isinstance(gate, str) else gate.name
     values = [] if isinstance(gate, str) else parameters(gate)
     output = torch.ops.expertile.fused_experts(
         x,
-        [gate_up],
-        [down],
+        [weights.gate_up],
+        [weights.down],
         topk_ids,
         topk_weights,
-        [] if gate_up_bias is None else [gate_up_bias],
-        [] if down_bias is None else [down_bias],
+        [] if weights.gate_up_bias is None else [weights.gate_up_bias],
+        [] if weights.down_bias is None else [weights.down_bias],
         name,
         values,
-        interleaved,
-        transposed,
+        weights.interleaved,
+        weights.transposed,
     )
     assert isinstance(output, torch.Tensor)
     return output

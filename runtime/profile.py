@@ -1,6 +1,6 @@
 """Where the time of a layer call goes: the notes of the profiled driver, for each pass and thread.
 
-    y, profile = profiled(x, gate_up, down, topk_ids, topk_weights)
+    y, profile = profiled(x, LayerWeights(gate_up, down), topk_ids, topk_weights)
     profile.passes["down"][0].wait          # seconds that thread 0 waited for the others
 
 The profiled driver is compiled apart: it does the same work, and reads the clock twice a pass in each thread.
@@ -16,8 +16,8 @@ from functools import cache
 import torch
 
 from expertile.runtime import call, layer
+from expertile.runtime.matrices import LayerWeights
 from expertile.runtime.spec import LayerKernels
-from expertile.templates.gates import Gate
 
 _NANOSECOND = 1e-9
 
@@ -69,23 +69,11 @@ class Profile:
 
 
 def profiled(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    gate: str | Gate = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    interleaved: bool = False,
-    transposed: bool = False,
+    x: torch.Tensor, weights: LayerWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> tuple[torch.Tensor, Profile]:
     """The layer's result and where the time went. Arguments and errors as in :func:`expertile.fused_experts`."""
     recorder = Recorder()
-    biases = (gate_up_bias, down_bias)
-    options = (gate, *biases, interleaved, transposed, recorder)
-    y = layer.run(x, gate_up, down, topk_ids, topk_weights, *options)
+    y = layer.run(x, weights, topk_ids, topk_weights, recorder)
     return y, recorder.profile()
 
 
@@ -98,8 +86,12 @@ class Recorder:
 
     def start(self, kernels: LayerKernels, threads: int) -> tuple[int, int]:
         """A native call begins; the values of `call.PROFILE`."""
-        spec = kernels.spec
-        self._row_bytes = (0, 2 * spec.hidden * spec.projections, 2 * spec.intermediate)
+        spec, (gate_up, down) = kernels.spec, kernels.stored
+        self._row_bytes = (
+            0,
+            spec.projections * gate_up.matrix_bytes(1, spec.hidden),
+            down.matrix_bytes(1, spec.intermediate),
+        )
         size = (threads, len(call.PASSES), call.SLOT_BYTES // 8)
         self._slots = torch.zeros(size, dtype=torch.int64, device="cpu")  # begins a cache line
         self._start = _now()

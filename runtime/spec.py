@@ -6,14 +6,16 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from expertile.codegen import isa as isas
 from expertile.codegen.isa import Variant
 from expertile.runtime import choice, jit
 from expertile.runtime.call import BUCKETS, table_slots
 from expertile.runtime.errors import ArgumentError
-from expertile.templates import gates
+from expertile.templates import formats, gates
 from expertile.templates.expert import Down, ExpertKernel, GateUp
+from expertile.templates.formats import Quantized
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.formats.bf16 import RowMajor
 from expertile.templates.formats.bf16_transposed import Transposed
@@ -29,31 +31,32 @@ class ExpertSpec:
     """The expert feed-forward layer to specialise kernels for.
 
     hidden, intermediate: H and I, elements.  experts, top_k: E and k; kernels do not depend on them.
-    weights: the weight format, "bf16".  gate: a gate's name or a :class:`Gate`.
+    weights: the weight format: "bf16", or a quantised one by its name (`expertile.formats()`) or as a scheme.
+    down_weights: that of the down projection, if it is another one.
+    gate: a gate's name or a :class:`Gate`.
     gate_up_bias, down_bias: None, "bf16" or "f32".
     interleaved: gate and up rows (columns when transposed) alternate instead of [gate; up].
     transposed: gate/up is `[E, H, 2I]` and down `[E, I, H]`.
 
-    Raises ArgumentError for sizes below 1 and unknown names.
+    Raises ArgumentError for sizes below 1, unknown names, and sizes that a format can't have.
     """
 
     hidden: int
     intermediate: int
     experts: int
     top_k: int
-    weights: str = "bf16"
+    weights: str | Quantized = "bf16"
     gate: str | Gate = "silu"
     gate_up_bias: str | None = None
     down_bias: str | None = None
     interleaved: bool = False
     transposed: bool = False
+    down_weights: str | Quantized | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.weights != "bf16":
-            raise ArgumentError(f'weights: expected "bf16", got {self.weights!r}')
         for name in ("gate_up_bias", "down_bias"):
             if getattr(self, name) not in (None, "bf16", "f32"):
                 raise ArgumentError(
@@ -61,6 +64,7 @@ class ExpertSpec:
                 )
         try:
             gates.resolve(self.gate)
+            self.formats()
         except (ValueError, TypeError) as error:
             raise ArgumentError(str(error)) from None
 
@@ -68,6 +72,36 @@ class ExpertSpec:
     def projections(self) -> int:
         """Rows of gate/up for each of I: 2 with a gate half, else 1."""
         return 2 if gates.resolve(self.gate).gated else 1
+
+    def resolved(self, name: str) -> Any:
+        """A field, weights as schemes."""
+        value = (
+            self.weights
+            if name == "down_weights" and self.down_weights is None
+            else getattr(self, name)
+        )
+        return formats.resolve(value) if name.endswith("weights") and value != "bf16" else value
+
+    def formats(self) -> tuple[WeightFormat, WeightFormat]:
+        """The formats of contiguous gate/up and down weights, as their tensors lie."""
+        down = self.weights if self.down_weights is None else self.down_weights
+        columns = self.projections * self.intermediate
+        return (
+            self._format("weights", self.weights, columns, self.hidden),
+            self._format("down_weights", down, self.hidden, self.intermediate),
+        )
+
+    def _format(self, name: str, weights: str | Quantized, rows: int, columns: int) -> WeightFormat:
+        if weights == "bf16":
+            return RowMajor(2 * (rows if self.transposed else columns))
+        scheme = formats.resolve(weights)
+        if columns % scheme.block:
+            raise ArgumentError(
+                f"{name}: {scheme.name} needs a multiple of {scheme.block} columns, got {columns}"
+            )
+        if self.transposed:
+            raise ArgumentError(f"transposed: expected False with {scheme.name} weights")
+        return scheme.laid_out(columns)
 
 
 class LayerKernels:
@@ -78,7 +112,7 @@ class LayerKernels:
     for a layer shape and weight layout. Weights whose rows are further apart than their length (views) have kernels of
     their own.
 
-    gate_up_row, down_row: bytes between two rows of the tensors as stored.
+    stored: the formats of gate/up and down with the strides of the tensors.
     choose: puts a kernel into the variant to use; a tuner has its own.
     """
 
@@ -87,19 +121,18 @@ class LayerKernels:
     def __init__(
         self,
         spec: ExpertSpec,
-        gate_up_row: int,
-        down_row: int,
+        stored: tuple[WeightFormat, WeightFormat],
         isa: str,
         choose: Callable[[ExpertKernel], ExpertKernel] = choice.best,
     ) -> None:
         self.spec = spec
         self._choose = choose
-        self.gate_up_row, self.down_row = gate_up_row, down_row
+        self.stored = stored
         self.isa = isa
         self.gate = gates.resolve(spec.gate)
         self._step = 2 if spec.interleaved and self.gate.gated else 1
-        self.up_offset = self._up_offset()
         self.block_tokens = isas.by_name(isa).block_tokens
+        self._formats = self._kernel_formats()
         self.gate_up_table = KernelTable(self.gate_up, self.block_tokens)
         self.down_table = KernelTable(self.down, self.block_tokens)
         self._ends: dict[str, tuple[int, int]] = {}
@@ -110,39 +143,39 @@ class LayerKernels:
         """Tokens from which on multiplying a row takes longer than fetching it."""
         self.row_unit = max(kernel.row_unit for kernel in both)
         """Rows are divided among threads in multiples of this."""
+        self.row_spans = both[0].row_span, both[1].row_span
+        """Bytes of codes from a row to the next, for what is fetched ahead."""
 
-    def _up_offset(self) -> int:
-        """Bytes from the first gate element to the first up element (0 without a gate half)."""
+    @property
+    def up_row(self) -> int:
+        """The stored row (or column, when transposed) of gate/up where the up half begins."""
         if not self.gate.gated:
             return 0
-        step = 2 if self.spec.transposed else self.gate_up_row
-        return step if self.spec.interleaved else step * self.spec.intermediate
+        return 1 if self.spec.interleaved else self.spec.intermediate
+
+    def _kernel_formats(self) -> tuple[WeightFormat, WeightFormat]:
+        """The formats as kernels see them: gate and up are matrices of their own."""
+        gate_up, down = self.stored
+        if self.spec.transposed:
+            return (
+                Transposed(gate_up.row_bytes, outputs=64, interleaved=self._step == 2),
+                Transposed(down.row_bytes, outputs=128, interleaved=False),
+            )
+        return gate_up.every(self._step), down
 
     def gate_up(self, tokens: int, blocks: int = 1) -> ExpertKernel:
         """The spec of the gate/up kernel for `tokens` tokens, or for so many full blocks and more."""
-        spec, row = self.spec, self.gate_up_row
-        format_: WeightFormat = RowMajor(row * self._step)
-        if spec.transposed:
-            format_ = Transposed(row, outputs=64, interleaved=self._step == 2)
-        shape = (
-            self.isa,
-            spec.hidden,
-            spec.intermediate,
-            tokens,
-            blocks,
-            format_,
-            spec.gate_up_bias,
+        spec, format_ = self.spec, self._formats[0]
+        sizes = self.isa, spec.hidden, spec.intermediate, tokens, blocks
+        return self._choose(
+            GateUp(*sizes, format_, spec.gate_up_bias, Variant(), self.gate, self._step)
         )
-        return self._choose(GateUp(*shape, Variant(), self.gate, self._step))
 
     def down(self, tokens: int, blocks: int = 1) -> ExpertKernel:
         """The spec of the down kernel for `tokens` tokens, or for so many full blocks and more."""
-        spec, row = self.spec, self.down_row
-        format_: WeightFormat = RowMajor(row)
-        if spec.transposed:
-            format_ = Transposed(row, outputs=128, interleaved=False)
-        shape = (self.isa, spec.intermediate, spec.hidden, tokens, blocks, format_, spec.down_bias)
-        return self._choose(Down(*shape, Variant()))
+        spec, format_ = self.spec, self._formats[1]
+        sizes = self.isa, spec.intermediate, spec.hidden, tokens, blocks
+        return self._choose(Down(*sizes, format_, spec.down_bias, Variant()))
 
     def ends(self, dtype: str) -> tuple[int, int]:
         """The addresses of the gather and of the finish for hidden states of a dtype."""
@@ -215,15 +248,12 @@ class KernelTable:
 
 
 @cache
-def kernels(spec: ExpertSpec, gate_up_row: int, down_row: int, isa: str) -> LayerKernels:
+def kernels(spec: ExpertSpec, stored: tuple[WeightFormat, WeightFormat], isa: str) -> LayerKernels:
     """The kernels of a layer shape; the same object for the same arguments."""
-    return LayerKernels(spec, gate_up_row, down_row, isa)
+    return LayerKernels(spec, stored, isa)
 
 
 def contiguous(spec: ExpertSpec, isa: str | None = None) -> LayerKernels:
     """The kernels for contiguous weights, on this process's ISA unless another is named."""
-    columns = spec.projections * spec.intermediate
-    gate_up_row = 2 * (columns if spec.transposed else spec.hidden)
-    down_row = 2 * (spec.hidden if spec.transposed else spec.intermediate)
     as_called = replace(spec, gate=gates.resolve(spec.gate))
-    return kernels(as_called, gate_up_row, down_row, isa or isas.select().name)
+    return kernels(as_called, spec.formats(), isa or isas.select().name)

@@ -27,6 +27,7 @@ from expertile.runtime import choice, layer
 from expertile.runtime.call import BUCKETS
 from expertile.runtime.choice import Size
 from expertile.runtime.errors import ArgumentError
+from expertile.runtime.matrices import LayerWeights
 from expertile.runtime.profile import Profile, Recorder
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
 from expertile.templates.expert import Down, ExpertKernel, GateUp
@@ -302,8 +303,7 @@ class Calls:
             kernels = {GateUp: gate_up, Down: down}
             found = self._pairs[gate_up, down] = LayerKernels(
                 self._shape,
-                self._base.gate_up_row,
-                self._base.down_row,
+                self._base.stored,
                 self._base.isa,
                 choose=lambda kernel: kernels[type(kernel)],
             )
@@ -339,7 +339,7 @@ def _expert_count(spec: ExpertSpec, gib: float) -> int:
     return max(apart, math.ceil(gib * 2**30 / size))
 
 
-def _weights(spec: ExpertSpec) -> layer.Weights:
+def _weights(spec: ExpertSpec) -> LayerWeights:
     columns = spec.projections * spec.intermediate
     sizes = [(columns, spec.hidden), (spec.hidden, spec.intermediate)]
     gate_up, down = (
@@ -350,7 +350,8 @@ def _weights(spec: ExpertSpec) -> layer.Weights:
         None if kind is None else _random(spec.experts, width).to(_BIAS_DTYPES[kind])
         for width, kind in widths
     ]
-    return gate_up, down, biases[0], biases[1]
+    options = spec.gate, spec.interleaved, spec.transposed
+    return LayerWeights(gate_up, down, *biases, *options)
 
 
 _BIAS_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}

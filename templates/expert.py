@@ -14,21 +14,24 @@ zero-padded scratch (see `formats.base`), so that a NaN in memory beside a row c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import Builder, L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.ir import L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
 from expertile.codegen.isa import BTile, Pass, TilePlan, Variant
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
-from expertile.templates.formats.base import WeightFormat
+from expertile.templates.formats.base import ByRows, Matrix, WeightFormat
 from expertile.templates.gates import Gate
 
 LAUNCH_BLOCKS = 8
 """Token blocks of a call, at most."""
+
+MATRIX = {"codes": 0, "scales": 8, "factor": 16, "bias": 24}
+"""The record of a matrix: where the addresses of its parts are, in bytes."""
+MATRIX_BYTES = 32
 
 _TILE = 4 * GROUP * GROUP
 _EDGE = 64 * GROUP
@@ -96,28 +99,30 @@ class ExpertKernel(ABC):
         return Scratch.of(self)
 
     @property
-    @abstractmethod
     def matrices(self) -> int:
         """Matrices multiplied by the same tokens: 2 for gate and up."""
+        return len(self.names)
 
     @abstractmethod
     def parameters(self) -> dict[str, L.Type]: ...
 
+    @property
     @abstractmethod
-    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        """Addresses of the A blocks for rows `row`…"""
+    def names(self) -> tuple[str, ...]:
+        """The matrices by their parameters; `next_…` are those that the thread will be given next."""
 
-    @abstractmethod
-    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
-        """The matrices that the thread will be given next, by the names of the present ones."""
+    def row_blocks(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Matrix]:
+        """The A blocks for rows `row`…"""
+        rows = [row + GROUP * i for i in range(count)]
+        return [self.format.rows(matrix, first) for matrix in matrices for first in rows]
 
-    @abstractmethod
-    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        """Where the memory of those blocks begins, in as many parts of 16 rows."""
+    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Value]:
+        """Where the codes of those blocks begin, in as many parts of 16 rows."""
+        return [block.codes for block in self.row_blocks(matrices, row, count)]
 
     @property
     def row_span(self) -> int:
-        """Bytes from a row of a matrix to the next, of whatever matrix, where a format reads rows in place."""
+        """Bytes of codes from a row to the next, of whatever matrix, where a format reads rows in place."""
         return self.format.row_bytes
 
     @abstractmethod
@@ -133,8 +138,8 @@ class ExpertKernel(ABC):
 class GateUp(ExpertKernel):
     """h[I] = gate(W_gate · x, W_up · x): inputs = H, outputs = I.
 
-    void gate_up(gate, up, gate_bias, up_bias, operand, out, next gate, next up, next row, first row, end row, token
-    blocks, scratch). `next …` say which rows the thread will most likely be given next.
+    void gate_up(gate, up, operand, out, next gate, next up, next row, first row, end row, token blocks, scratch).
+    Matrices are given by their records (`MATRIX`). `next …` say which rows the thread will most likely be given next.
     """
 
     gate: Gate
@@ -147,30 +152,21 @@ class GateUp(ExpertKernel):
         return f"gate_up_{self.gate.name}_{shape}_{self.suffix}"
 
     def parameters(self) -> dict[str, L.Type]:
-        pointers = ("gate", "up", "gate_bias", "up_bias", "operand", "out", "next_gate", "next_up")
-        return _signature(pointers)
+        return _signature(("gate", "up", "operand", "out", "next_gate", "next_up"))
 
     @property
-    def matrices(self) -> int:
-        return 2 if self.gate.gated else 1
-
-    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        matrices = [arg.gate, arg.up] if self.gate.gated else [arg.up]
-        rows = [self.format.row_offset(row + GROUP * i) for i in range(count)]
-        return [matrix.at(offset) for matrix in matrices for offset in rows]
-
-    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(gate=arg.next_gate, up=arg.next_up)
+    def names(self) -> tuple[str, ...]:
+        return ("gate", "up") if self.gate.gated else ("up",)
 
     @property
     def row_span(self) -> int:
         return self.format.row_bytes // self.bias_step
 
-    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        blocks = self.row_blocks(arg, row, count)
+    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Value]:
+        parts = super().streams(matrices, row, count)
         if self.bias_step == 1:
-            return blocks
-        return [blocks[0], blocks[0].at(GROUP * self.row_span)]  # up lies between the gates
+            return parts
+        return [parts[0], parts[0].at(GROUP * self.row_span)]  # up lies between the gates
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         for neighbour in range(count):
@@ -179,24 +175,25 @@ class GateUp(ExpertKernel):
     def _activate(self, e: _Emitter, row: Value, rows: int, first: int, block: Value) -> None:
         """The gate function of rows `row`…; their C tiles are those of A block `first` and, if gated, the next."""
         b, arg = e.b, e.arg
-        names = ["gate", "up"] if self.gate.gated else ["up"]
-        biases = [e.bias(getattr(arg, f"{name}_bias"), row, rows, self.bias_step) for name in names]
+        halves_ = range(len(self.names))
+        scales = [e.row_scale(half, row, rows) for half in halves_]
+        biases = [e.bias(half, row, rows, self.bias_step) for half in halves_]
         for group, tokens in enumerate(e.groups):
             features = e.isa.layout.flat_features(tokens)
-            tiles = [e.c_tile(first + half, group) for half in range(len(names))]
+            tiles = [e.c_tile(first + half, group) for half in halves_]
 
             def activate(at: Value | int, lanes: list[int], tiles: list[Value] = tiles) -> None:
-                halves = [tile.at(at).load(vec(f32, GROUP)) for tile in tiles]
-                for i, bias in enumerate(biases):
-                    if bias is not None:
-                        halves[i] = halves[i] + bias.shuffle(lanes)
+                halves = [
+                    _affine(tile.at(at).load(vec(f32, GROUP)), scale, bias, lanes)
+                    for tile, scale, bias in zip(tiles, scales, biases, strict=True)
+                ]
                 h = self.gate.emit(b, halves[0] if self.gate.gated else None, halves[-1])
                 if rows < GROUP:  # what pads k in the next product must be zero
                     valid = b.const(vec(i1, GROUP), [int(lane < rows) for lane in lanes])
                     h = b.select(valid, h, 0.0)
                 tiles[0].at(at).store(h)
 
-            if self.bias is None and rows == GROUP:
+            if rows == GROUP and not any((*scales, *biases)):
                 with b.loop(0, tokens) as vector:
                     activate(vector * 64, features[:GROUP])
             else:
@@ -223,8 +220,8 @@ class GateUp(ExpertKernel):
 class Down(ExpertKernel):
     """sum[token][H] += router · (W_down · h): inputs = I, outputs = H.
 
-    void down(matrix, bias, operand, tokens i32[], router f32[], sums, next matrix, bytes between two tokens' sums,
-    next row, first row, end row, token blocks, scratch). `sums` is where row 0 of token 0 would be.
+    void down(matrix, operand, tokens i32[], router f32[], sums, next matrix, bytes between two tokens' sums, next row,
+    first row, end row, token blocks, scratch). `sums` is where row 0 of token 0 would be.
     """
 
     @property
@@ -232,43 +229,35 @@ class Down(ExpertKernel):
         return f"down_{self.format.name}_h{self.outputs}_i{self.inputs}_{self.suffix}"
 
     def parameters(self) -> dict[str, L.Type]:
-        pointers = ("matrix", "matrix_bias", "operand", "token", "router", "sums", "next_matrix")
+        pointers = ("matrix", "operand", "token", "router", "sums", "next_matrix")
         return _signature(pointers, "sum_bytes")
 
     @property
-    def matrices(self) -> int:
-        return 1
-
-    def row_blocks(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        return [arg.matrix.at(self.format.row_offset(row + GROUP * i)) for i in range(count)]
-
-    def following(self, arg: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(matrix=arg.next_matrix)
-
-    def streams(self, arg: SimpleNamespace, row: Value, count: int) -> list[Value]:
-        return self.row_blocks(arg, row, count)
+    def names(self) -> tuple[str, ...]:
+        return ("matrix",)
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         b, arg = e.b, e.arg
         first = block * self.block_tokens
         for neighbour in range(count):
-            bias = e.bias(arg.matrix_bias, row + GROUP * neighbour, rows, 1)
+            top = row + GROUP * neighbour
+            scale, bias = e.row_scale(0, top, rows), e.bias(0, top, rows, 1)
             for group, tokens in enumerate(e.groups):
-                column = (row + GROUP * neighbour) * 4
+                column = top * 4
 
                 def add(
                     token: Value,
                     y: Value,
                     before: Value = first + GROUP * group,
                     column: Value = column,
+                    scale: Value | None = scale,
                     bias: Value | None = bias,
                 ) -> None:
                     slot = (before + token) * 4
                     router = b.splat(arg.router.at(slot).load(f32), GROUP)
                     number = arg.token.at(slot).load(i32).to(i64)
                     total = arg.sums.at(number * arg.sum_bytes + column)
-                    if bias is not None:
-                        y = y + bias
+                    y = _affine(y, scale, bias)
                     if rows == GROUP:
                         total.store(b.fmuladd(router, y, total.load(y.type)))
                     else:
@@ -309,6 +298,7 @@ class Scratch:
         block_bytes = 2 * groups * _TILE
         partial_bytes = GROUP * kernel.block_tokens * isa.sum_bytes if variant.k_block else 0
         copied = GROUP * kernel.copy_stride if variant.copied else 0
+        # Every kernel stages the last rows of a matrix.
         staged = kernel.format.staged_rows * kernel.panel_stride
         offsets, end = [], 0
         # A layout may read 60 bytes past the last row of a C tile.
@@ -330,14 +320,66 @@ class Scratch:
 class _Rows:
     """Rows that are multiplied together: up to two blocks of 16."""
 
-    sources: list[Value]
-    stride: int
+    matrices: list[Matrix]
     chunks: int
-    """Whole chunks of them in `sources`."""
+    """Whole chunks of them."""
     tails: list[Value]
     """The last k's, or nothing."""
     plan: TilePlan
     stream: _Stream
+
+
+class _Source(ABC):
+    """Where the A tiles of some blocks of 16 rows come from."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """How many."""
+
+    @abstractmethod
+    def tile(
+        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
+    ) -> Any:
+        """One chunk of rows `top`… of a block, as A tile number `number` of the pass."""
+
+
+@dataclass(frozen=True)
+class _Memory(_Source):
+    """bf16 rows in memory, `stride` bytes apart, from chunk `first` on."""
+
+    addresses: list[Value]
+    stride: int
+    first: Value | int = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.addresses)
+
+    def tile(
+        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
+    ) -> Any:
+        address = self.addresses[block].at(top * self.stride).at((chunk - self.first) * 64)
+        return e.isa.load_a(e.b, plan, number, address, self.stride, e.variant.streaming)
+
+
+@dataclass(frozen=True)
+class _Codes(_Source):
+    """Rows of a format that are decoded each time they are multiplied."""
+
+    matrices: list[Matrix]
+    format: ByRows
+
+    @property
+    def blocks(self) -> int:
+        return len(self.matrices)
+
+    def tile(
+        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
+    ) -> Any:
+        matrix, rows = self.matrices[block], range(plan.rows)
+        decode = self.format.words
+        return e.isa.hold_a([decode(e.b, e.isa.vectors, matrix, top + row, chunk) for row in rows])
 
 
 class _Emitter:
@@ -353,6 +395,9 @@ class _Emitter:
         with self.module.function(kernel.name, kernel.parameters()) as (self.b, self.arg):
             self.c = self.arg.scratch
             """The C tiles of the current token block."""
+            records = [getattr(self.arg, name) for name in kernel.names]
+            self.matrices = [_matrix(record) for record in records]
+            self.biases = [record.at(MATRIX["bias"]).load(ptr) for record in records]
             self._rows()
 
     # What epilogues use ------------------------------------------------------------------------------------------
@@ -368,21 +413,26 @@ class _Emitter:
             block * (self.kernel.block_tokens * chunk_bytes) + GROUP * group * chunk_bytes
         )
 
-    def bias(self, biases: Value, row: Value, rows: int, step: int) -> Value | None:
-        """The biases of 16 rows in fp32, zero from `rows` on."""
+    def bias(self, matrix: int, row: Value, rows: int, step: int) -> Value | None:
+        """The biases of 16 rows of a matrix in fp32, zero from `rows` on."""
         kind = self.kernel.bias
         if kind is None:
             return None
         lanes = step * (GROUP - 1) + 1
         type_ = vec(f32 if kind == "f32" else i16, lanes)
         size = 4 if kind == "f32" else 2
-        values = biases.at(row * (step * size)).load_masked(type_, step * (rows - 1) + 1)
-        values = values.shuffle(range(0, lanes, step))
+        address = self.biases[matrix].at(row * (step * size))
+        values = address.load_masked(type_, step * (rows - 1) + 1).shuffle(range(0, lanes, step))
         return (
             values
             if kind == "f32"
             else (values.zext(vec(i32, GROUP)) << 16).bitcast(vec(f32, GROUP))
         )
+
+    def row_scale(self, matrix: int, row: Value, rows: int) -> Value | None:
+        """What the format wants the sums of 16 rows of a matrix multiplied by."""
+        format_ = self.kernel.format
+        return format_.row_scale(self.b, format_.rows(self.matrices[matrix], row), rows)
 
     def token_blocks(self) -> AbstractContextManager[Value]:
         """A loop over the token blocks: only full ones come several at a time."""
@@ -394,19 +444,24 @@ class _Emitter:
     def _rows(self) -> None:
         kernel, b = self.kernel, self.b
         count = self.variant.neighbours
-        step = GROUP * count if kernel.format.direct else kernel.format.staged_rows
+        step = max(GROUP * count, kernel.format.staged_rows)
         whole = kernel.outputs // step * step
         plan = self._plan(count)
         self.isa.configure(b, plan)
         with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
-            if kernel.format.direct:
-                self._direct(plan, row, count)
-            else:
+            if self._staged_whole:
                 self._staged(plan, row, step)
+            else:
+                self._blocks(plan, row, count)
         with b.if_(self.arg.end_row.eq(kernel.outputs)):
             self._last_rows(whole)
             kernel.finish(self)
         self.isa.release(b)
+
+    @property
+    def _staged_whole(self) -> bool:
+        """Whether all rows go through scratch, over all of K."""
+        return self.variant.staged or not isinstance(self.kernel.format, ByRows)
 
     def _plan(self, neighbours: int) -> TilePlan:
         blocks = self.kernel.matrices if self.variant.together else 1
@@ -420,51 +475,57 @@ class _Emitter:
         plan = self._plan(1)
         if self.variant.neighbours > 1:
             self.isa.configure(self.b, plan)
-        if not kernel.format.direct:
+        if self._staged_whole:
             self._staged(plan, self.b.const(i64, whole), kernel.outputs - whole)
             return
         for first in range(whole, kernel.outputs, GROUP):
             row = self.b.const(i64, first)
             if first + GROUP <= kernel.outputs:
-                self._direct(plan, row, 1)
+                self._blocks(plan, row, 1)
             else:
                 self._staged(plan, row, kernel.outputs - first)
 
-    def _direct(self, plan: TilePlan, row: Value, count: int) -> None:
-        """`count` neighbouring blocks of 16 rows, read where they are; only the last k's are staged."""
+    def _blocks(self, plan: TilePlan, row: Value, count: int) -> None:
+        """`count` neighbouring blocks of 16 rows; only the last k's are staged."""
         kernel, format_ = self.kernel, self.kernel.format
-        sources = kernel.row_blocks(self.arg, row, count)
+        assert isinstance(format_, ByRows)
+        matrices = kernel.row_blocks(self.matrices, row, count)
         edges = self.arg.scratch.at(self.scratch.edges)
         whole = kernel.inputs // CHUNK * CHUNK
         tails = []
         if whole < kernel.inputs:
-            tails = [edges.at(_EDGE * i) for i in range(len(sources))]
-            format_.stage(self.b, sources, GROUP, whole, kernel.inputs, tails, 64)
+            tails = [edges.at(_EDGE * i) for i in range(len(matrices))]
+            format_.stage(
+                self.b, self.isa.vectors, matrices, GROUP, whole, kernel.inputs, tails, 64
+            )
         chunks = whole // CHUNK
         stream = _Stream(self, plan, row, count, chunks)
-        rows = _Rows(sources, format_.row_bytes, chunks, tails, plan, stream)
         if self.variant.copied and chunks:
-            self._copied(rows, row, count)
+            self._copied(_Rows(matrices, chunks, tails, plan, stream), row, count)
             return
+        source: _Source = _Codes(matrices, format_)
+        if format_.direct:
+            source = _Memory([matrix.codes for matrix in matrices], format_.row_bytes)
+        rows = _Rows(matrices, chunks, tails, plan, stream)
         with self.token_blocks() as block:
-            self._multiply(rows, block)
+            self._multiply(rows, source, block)
             kernel.epilogue(self, row, GROUP, count, block)
 
     def _staged(self, plan: TilePlan, row: Value, rows: int) -> None:
         """Up to `staged_rows` rows, written to scratch as plain rows first."""
         kernel, b = self.kernel, self.b
+        format_, stride, chunks = kernel.format, kernel.panel_stride, chunks_of(kernel.inputs)
         panels = self.arg.scratch.at(self.scratch.panels)
-        stride = kernel.panel_stride
-        sources = kernel.row_blocks(self.arg, row, 1)
-        bases = [panels.at(kernel.format.staged_rows * stride * i) for i in range(len(sources))]
-        kernel.format.stage(b, sources, rows, 0, kernel.inputs, bases, stride)
+        matrices = kernel.row_blocks(self.matrices, row, 1)
+        bases = [panels.at(format_.staged_rows * stride * i) for i in range(len(matrices))]
+        format_.stage(b, self.isa.vectors, matrices, rows, 0, kernel.inputs, bases, stride)
+        # Whoever stages several blocks at a time has asked for the next ones.
+        stream = _Stream(self, plan, row, int(rows == GROUP), chunks)
 
         def compute(first: Value, valid: int) -> None:
-            blocks = [base.at(first * stride) for base in bases]
-            chunks = chunks_of(kernel.inputs)
-            nothing = _Stream(self, plan, row, 0, chunks)
+            source = _Memory([base.at(first * stride) for base in bases], stride)
             with self.token_blocks() as block:
-                self._multiply(_Rows(blocks, stride, chunks, [], plan, nothing), block)
+                self._multiply(_Rows(matrices, chunks, [], plan, stream), source, block)
                 kernel.epilogue(self, row + first, valid, 1, block)
 
         whole, rest = rows // GROUP * GROUP, rows % GROUP
@@ -473,42 +534,49 @@ class _Emitter:
         if rest:
             compute(b.const(i64, whole), rest)
 
-    def _multiply(self, rows: _Rows, block: Value) -> None:
+    def _multiply(self, rows: _Rows, source: _Source, block: Value) -> None:
         """All C tiles of the rows and a token block: panel by panel, each k block by k block."""
         b = self.b
         k_chunks = self.variant.k_block // CHUNK
         if not 0 < k_chunks < rows.chunks:
             everything = _KBlock(b.const(i64, 0), b.const(i64, rows.chunks))
-            self._sweep(rows, rows.sources, rows.stride, everything, block, (0, GROUP))
+            self._sweep(rows, source, everything, block, (0, GROUP))
             return
         with (
             b.loop(0, GROUP, self.variant.panel) as top,
             b.loop(0, rows.chunks, k_chunks) as first,
         ):
             part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
-            sources = [source.at(first * 64) for source in rows.sources]
-            panel = (top, top + self.variant.panel)
-            self._sweep(rows, sources, rows.stride, part, block, panel)
+            self._sweep(rows, source, part, block, (top, top + self.variant.panel))
 
     def _copied(self, rows: _Rows, row: Value, count: int) -> None:
-        """All C tiles of the rows and all token blocks: each k block of the rows is copied to L1 first.
+        """All C tiles of the rows and all token blocks: each k block of the rows is written to L1 first.
 
         Rows whose distance is a power of two share a few sets of L1, and all token blocks read them again.
         """
         b, kernel, scratch = self.b, self.kernel, self.scratch
         stride = kernel.copy_stride
         into = [
-            self.arg.scratch.at(scratch.copy + GROUP * stride * i) for i in range(len(rows.sources))
+            self.arg.scratch.at(scratch.copy + GROUP * stride * i)
+            for i in range(len(rows.matrices))
         ]
         k_chunks = self.variant.k_block // CHUNK
         with b.loop(0, rows.chunks, k_chunks) as first:
             part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
-            for source, target in zip(rows.sources, into, strict=True):
-                _copy(b, source.at(first * 64), rows.stride, target, stride, part.end - first)
+            for matrix, target in zip(rows.matrices, into, strict=True):
+                self._copy(matrix, part, target, stride)
             with self._kept_blocks() as block:
-                self._sweep(rows, into, stride, part, block, (0, GROUP))
+                self._sweep(rows, _Memory(into, stride, first), part, block, (0, GROUP))
         with self._kept_blocks() as block:
             kernel.epilogue(self, row, GROUP, count, block)
+
+    def _copy(self, matrix: Matrix, part: _KBlock, into: Value, stride: int) -> None:
+        """A k block of 16 rows, to rows `stride` bytes apart."""
+        b, format_ = self.b, self.kernel.format
+        assert isinstance(format_, ByRows)
+        with b.loop(0, GROUP) as row, b.loop(part.first, part.end) as chunk:
+            words = format_.words(b, self.isa.vectors, matrix, row, chunk)
+            into.at(row * stride + (chunk - part.first) * 64).store(words)
 
     @contextmanager
     def _kept_blocks(self) -> Iterator[Value]:
@@ -521,16 +589,15 @@ class _Emitter:
     def _sweep(
         self,
         rows: _Rows,
-        sources: list[Value],
-        stride: int,
+        source: _Source,
         part: _KBlock,
         block: Value,
         panel: tuple[Value | int, Value | int],
     ) -> None:
-        """Rows `panel` times a token block over a k block that begins at `sources`: every pass, part by part."""
+        """Rows `panel` times a token block over a k block: every pass, part by part."""
         b, plan = self.b, rows.plan
         with b.loop(*panel, plan.rows) as top:
-            for first in range(0, len(sources), plan.blocks):
+            for first in range(0, source.blocks, plan.blocks):
                 chosen = range(first, first + plan.blocks)
                 for one in plan.passes:
                     with b.loop(0, one.groups) as group, b.loop(0, one.repeat) as number:
@@ -538,11 +605,9 @@ class _Emitter:
                         if part.goes_on is not None:
                             with b.if_(part.goes_on):
                                 tokens.restore()
-                        at = [sources[i].at(top * stride) for i in chosen]
                         with b.loop(part.first, part.end) as chunk:
                             rows.stream.step()
-                            here = [source.at((chunk - part.first) * 64) for source in at]
-                            tokens.step(here, stride, chunk)
+                            tokens.step(source, chosen, chunk)
                         if part.ends is None:
                             self._finish_pass(rows, tokens, chosen, top)
                             continue
@@ -554,8 +619,9 @@ class _Emitter:
 
     def _finish_pass(self, rows: _Rows, tokens: _Pass, chosen: range, top: Value) -> None:
         if rows.tails:
-            tails = [rows.tails[i].at(top * 64) for i in chosen]
-            tokens.step(tails, 64, self.b.const(i64, rows.chunks))
+            tokens.step(
+                _Memory(rows.tails, 64, rows.chunks), chosen, self.b.const(i64, rows.chunks)
+            )
         tokens.store(top)
 
 
@@ -566,13 +632,6 @@ class _KBlock:
         self.first, self.end = first, end
         self.goes_on = None if chunks is None else first > 0
         self.ends = None if chunks is None else end.eq(chunks)
-
-
-def _copy(b: Builder, source: Value, step: int, into: Value, stride: int, chunks: Value) -> None:
-    """16 rows of some chunks, from rows `step` bytes apart to rows `stride` bytes apart."""
-    with b.loop(0, GROUP) as row, b.loop(0, chunks) as chunk:
-        vector = source.at(row * step + chunk * 64).load(vec(i32, GROUP))
-        into.at(row * stride + chunk * 64).store(vector)
 
 
 class _Pass:
@@ -610,11 +669,10 @@ class _Pass:
         )
         self._token, self._top = token, top
 
-    def step(self, rows: list[Value], stride: int, chunk: Value) -> None:
-        """One chunk: A tiles at `rows`, `stride` bytes from row to row, times the operand's chunk number `chunk`."""
+    def step(self, source: _Source, chosen: range, chunk: Value) -> None:
+        """One chunk: the A tiles of blocks `chosen` times the operand's chunk number `chunk`."""
         e, isa, b, plan = self.e, self.e.isa, self.e.b, self.plan
-        streaming = e.variant.streaming
-        a = [isa.load_a(b, plan, i, at, stride, streaming) for i, at in enumerate(rows)]
+        a = [source.tile(e, plan, i, block, self._top, chunk) for i, block in enumerate(chosen)]
         for j, tile in enumerate(self.tiles):
             at = self.operands[j].at(chunk * (64 * e.groups[tile.group]))
             v = isa.load_b(b, plan, tile, j, at)
@@ -663,14 +721,14 @@ class _Stream:
         kernel, b = e.kernel, e.b
         rows = GROUP * count
         self.distances = e.variant.ahead
-        adjacent = (
-            kernel.row_span < 2 * kernel.inputs + _LINE
-        )  # else most lines are somebody else's
+        span = kernel.format.code_bytes(kernel.inputs)
+        adjacent = kernel.row_span < span + _LINE  # else most lines are somebody else's
         self.active = bool(self.distances and count and chunks and adjacent)
         if not self.active:
             return
-        here = kernel.streams(e.arg, row + rows, count)
-        next_ = kernel.streams(kernel.following(e.arg), e.arg.next_row, count)
+        following = [_matrix(getattr(e.arg, f"next_{name}")) for name in kernel.names]
+        here = kernel.streams(e.matrices, row + rows, count)
+        next_ = kernel.streams(following, e.arg.next_row, count)
         inside = row + rows < e.arg.end_row
         self.ahead = [b.select(inside, x, y) for x, y in zip(here, next_, strict=True)]
         size = GROUP * kernel.row_span
@@ -691,6 +749,22 @@ class _Stream:
                 for line in range(self.lines):
                     address.at(offset + (distance + _LINE * line)).prefetch(2)
         self.offset.set(self.b.min(offset + self.bytes, self.last))
+
+
+def _matrix(record: Value) -> Matrix:
+    """A matrix from its record."""
+    return Matrix(*(record.at(MATRIX[name]).load(ptr) for name in ("codes", "scales", "factor")))
+
+
+def _affine(
+    sums: Value, scale: Value | None, bias: Value | None, lanes: Sequence[int] | None = None
+) -> Value:
+    """Finished sums of 16 rows, or of those in `lanes`: times their scale, plus their bias."""
+    if scale is not None:
+        sums = sums * (scale if lanes is None else scale.shuffle(lanes))
+    if bias is not None:
+        sums = sums + (bias if lanes is None else bias.shuffle(lanes))
+    return sums
 
 
 def _signature(pointers: tuple[str, ...], *integers: str) -> dict[str, L.Type]:

@@ -21,6 +21,7 @@ from torch import Tensor
 import expertile
 from expertile.codegen import isa as isas
 from expertile.runtime import layer
+from expertile.runtime.matrices import LayerWeights
 
 FROBENIUS = 3e-3
 
@@ -77,6 +78,14 @@ class Case:
             interleaved=case.interleaved,
             transposed=case.transposed,
         )
+
+    @property
+    def weights(self) -> LayerWeights:
+        """What the runtime makes of the arguments that stay the same from call to call."""
+        return LayerWeights(
+            self.gate_up, self.down, self.gate_up_bias, self.down_bias,
+            self.gate, self.interleaved, self.transposed,
+        )  # fmt: skip
 
     def tokens(self, order: Sequence[int] | Tensor) -> dict[str, Any]:
         """The arguments for some of the tokens, in an order: changes for `run`."""

@@ -195,7 +195,7 @@ def test_llvm_keeps_the_tile_numbers(processor: str) -> None:
     """
     target = amx_target(processor)
     shape = expertile.ExpertSpec(33, 49, 1, 1)
-    kernels = LayerKernels(shape, gate_up_row=66, down_row=98, isa="amx")
+    kernels = LayerKernels(shape, shape.formats(), isa="amx")
     for kernel in (kernels.gate_up(1), kernels.down(1), kernels.down(17), kernels.down(50)):
         assert tiles_in_assembly(assembly(kernel.ir(), target)) == tiles_in_ir(kernel.ir())
 

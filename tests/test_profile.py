@@ -26,18 +26,7 @@ SHAPE: dict[str, Any] = {
 
 
 def profile(case: oracle.Case) -> tuple[torch.Tensor, Profile]:
-    return profiled(
-        case.x,
-        case.gate_up,
-        case.down,
-        case.ids,
-        case.router,
-        gate=case.gate,
-        gate_up_bias=case.gate_up_bias,
-        down_bias=case.down_bias,
-        interleaved=case.interleaved,
-        transposed=case.transposed,
-    )
+    return profiled(case.x, case.weights, case.ids, case.router)
 
 
 def weight_bytes(profile: Profile, name: str) -> int:

@@ -22,6 +22,7 @@ from expertile.codegen.compiler import counters
 from expertile.runtime import layer as runtime
 from expertile.runtime import workspace
 from expertile.runtime.call import table_slots
+from expertile.runtime.matrices import LayerWeights
 
 # Large enough for all threads: gate/up and down read 8 × 256 × 512 weight elements and more.
 SHAPE: dict[str, Any] = {
@@ -379,7 +380,7 @@ def test_no_chunk_writes_past_its_scratch(last: int, monkeypatch: pytest.MonkeyP
         expected = torch.cat(
             [case.run(**case.tokens(part)) for part in torch.arange(chunk + last).split(700)]
         )
-        kernels = runtime.prepare(case.gate_up, case.down, "silu", None, None, 1, False, False)
+        kernels = runtime.prepare(LayerWeights(case.gate_up, case.down), 1)
         per_token = runtime._scratch(kernels, chunk + last, 1, 1).size / (chunk + last)
         monkeypatch.setattr(runtime, "SCRATCH_CAP", int(chunk * per_token) + 1)
         before = expertile.calls()

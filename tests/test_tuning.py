@@ -102,7 +102,7 @@ def test_the_winner_is_what_the_measurements_say(isa: str, several: bool) -> Non
         assert result.low <= result.gain <= result.high
         assert choice.best(replace(result.predicted, variant=Variant())).variant == wanted
     layer_ = contiguous(SPEC)
-    fresh = LayerKernels(layer_.spec, layer_.gate_up_row, layer_.down_row, isa)
+    fresh = LayerKernels(layer_.spec, layer_.stored, isa)
     assert [fresh.gate_up(*size), fresh.down(*size)] == [result.best for result in results]
 
 
@@ -317,14 +317,13 @@ def spec_of(options: dict[str, Any]) -> ExpertSpec:
 def test_a_layer_computes_the_same_afterwards(isa: str, options: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"tokens": 4, "experts": 2, "top_k": 1, "nowhere": 0.0}
     case = oracle.make_case(1, hidden=160, intermediate=96, **sizes, **options)
-    weights = case.gate_up, case.down, case.gate_up_bias, case.down_bias
 
     def kernels() -> LayerKernels:
         made = contiguous(replace(spec_of(options), experts=2, top_k=1))
-        return LayerKernels(made.spec, made.gate_up_row, made.down_row, isa)
+        return LayerKernels(made.spec, made.stored, isa)
 
     before = kernels()
-    expected = layer.execute(before, case.x, weights, case.ids, case.router)
+    expected = layer.execute(before, case.x, case.weights, case.ids, case.router)
     counts = case.ids[case.ids >= 0].unique(return_counts=True)[1].tolist()
     tuned_for = tuning.sizes_of(counts, before.block_tokens)
 
@@ -335,7 +334,9 @@ def test_a_layer_computes_the_same_afterwards(isa: str, options: dict[str, Any])
     tuning.tune(before.spec, tuned_for, seconds=0, measure=Stopwatch(backwards))
     after = kernels()
     assert {after.gate_up(*s) for s in tuned_for} != {before_of(after, s) for s in tuned_for}
-    oracle.assert_same_bits(layer.execute(after, case.x, weights, case.ids, case.router), expected)
+    oracle.assert_same_bits(
+        layer.execute(after, case.x, case.weights, case.ids, case.router), expected
+    )
     oracle.assert_same_bits(case.run(), expected)
 
 

@@ -123,14 +123,10 @@ def forced(
         found[kernel.name] = len(some)
         return kernel
 
-    weights = case.gate_up, case.down, case.gate_up_bias, case.down_bias
-    prepared = layer.prepare(
-        *weights[:2], case.gate, *weights[2:], case.ids.shape[1], case.interleaved, case.transposed
-    )
-    shape = prepared.spec, prepared.gate_up_row, prepared.down_row, prepared.isa
-    kernels = LayerKernels(*shape, choose=choose)
+    prepared = layer.prepare(case.weights, case.ids.shape[1])
+    kernels = LayerKernels(prepared.spec, prepared.stored, prepared.isa, choose=choose)
     found.clear()  # it looks at some kernels that it may not need
-    return layer.execute(kernels, case.x, weights, case.ids, case.router), found
+    return layer.execute(kernels, case.x, case.weights, case.ids, case.router), found
 
 
 def make_case(seed: int, tokens: int, **options: Any) -> oracle.Case:

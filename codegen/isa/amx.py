@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from expertile.codegen import cpu
+from expertile.codegen import cpu, vectors
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, L, Value, i8, i64, void
 from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 from expertile.codegen.layouts import GROUP, PairLayout, groups_of
+from expertile.codegen.vectors import Vectors
 
 _ACCUMULATORS = 4
 _AHEAD = ((), (0,), (0, 4096))
+_K_BLOCKS = (192, 256, 512)
 
 
 class Amx(TileIsa):
@@ -33,6 +35,10 @@ class Amx(TileIsa):
     # Some processor models make LLVM break anti-dependencies after register allocation, by renaming registers: tiles
     # too, and then a tile has another tile's shape. A virtual machine may name such a processor on a CPU with AMX.
     tuning = "sapphirerapids"
+
+    @property
+    def vectors(self) -> Vectors:
+        return vectors.host()
 
     def unavailable(self) -> str | None:
         status = cpu.amx_status()
@@ -50,9 +56,19 @@ class Amx(TileIsa):
             if wide == 2 * GROUP and tokens == self.block_tokens:
                 found += [
                     replace(base, k_block=k_block, copied=True, ahead=a)
-                    for k_block in (192, 256, 512)
+                    for k_block in _K_BLOCKS
                     for a in _AHEAD
                 ]
+        return tuple(found)
+
+    def decoding(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        found: list[Variant] = []
+        for wide, neighbours, together in self._shapes(tokens, matrices):
+            base = Variant(GROUP, wide, neighbours, together)
+            ways = [replace(base, copied=True, k_block=k_block) for k_block in _K_BLOCKS]
+            if neighbours == 1:
+                ways.append(replace(base, staged=True))
+            found += [replace(way, ahead=ahead) for way in ways for ahead in _AHEAD]
         return tuple(found)
 
     def _shapes(self, tokens: int, matrices: int) -> list[tuple[int, int, bool]]:
@@ -98,8 +114,7 @@ class Amx(TileIsa):
         for number, width in enumerate(shapes):
             data[16 + 2 * number : 18 + 2 * number] = width.to_bytes(2, "little")
             data[48 + number] = GROUP
-        name = "tiles_" + "_".join(str(number) for number in (plan.blocks, *plan.groups))
-        b.call("llvm.x86.ldtilecfg", void, [b.constant_bytes(name, bytes(data))])
+        b.call("llvm.x86.ldtilecfg", void, [b.constant_bytes(bytes(data))])
 
     def release(self, b: Builder) -> None:
         b.call("llvm.x86.tilerelease", void, [])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from expertile.codegen import cpu
+from expertile.codegen import cpu, vectors
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value, bf16, vec
 from expertile.codegen.isa.dot import DotIsa, Sums
+from expertile.codegen.vectors import Vectors
 
 _FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
 
@@ -16,6 +17,10 @@ class Avx512Bf16(DotIsa):
     multiply_cycles = 1.0
     latency_cycles = 6.0
     shapes = ((4, 6), (4, 4), (8, 2), (16, 1), (1, 4))
+
+    @property
+    def vectors(self) -> Vectors:
+        return vectors.host()
 
     def unavailable(self) -> str | None:
         missing = [feature for feature in _FEATURES if not cpu.host().has(feature)]

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value
 from expertile.codegen.layouts import GROUP, OperandLayout
+from expertile.codegen.vectors import PLAIN, Vectors
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Variant:
     """k's, a multiple of 32, that all rows of a panel are multiplied by before the next ones; 0: all."""
     panel: int = GROUP
     """Rows of each matrix that share a block of k while it is in L1: a divisor of 16, a multiple of `rows`."""
+    staged: bool = False
+    """Whether rows are first written to scratch as bf16, 16 at a time over all of K, and read from there."""
     copied: bool = False
     """Whether a k block of the rows is copied to L1 first and multiplied by all token blocks there."""
     streaming: bool = False
@@ -76,7 +79,7 @@ class Variant:
     def name(self) -> str:
         """Short, for the kernel's name."""
         flags = "n" * (self.neighbours == 2) + "a" * (not self.together)
-        flags += "c" * self.copied + "s" * self.streaming
+        flags += "w" * self.staged + "c" * self.copied + "s" * self.streaming
         ahead = "".join(f"_{distance}" for distance in self.ahead)
         return f"{self.rows}x{self.tokens}k{self.k_block}p{self.panel}{flags}{ahead}"
 
@@ -119,8 +122,15 @@ class TileIsa(ABC):
     """Tokens of a block, a power of two; an expert with more gets several blocks and a rest."""
     sum_bytes: ClassVar[int]
     """Bytes of a C element that is saved before it is finished."""
+    registers: ClassVar[bool] = False
+    """Whether an A tile is a vector register a row, so that it can be worked out there: `hold_a`."""
     tuning: ClassVar[str | None] = None
     """The processor model that LLVM must schedule for, where the host's may not do."""
+
+    @property
+    def vectors(self) -> Vectors:
+        """What weights are decoded with."""
+        return PLAIN
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -132,7 +142,11 @@ class TileIsa(ABC):
 
     @abstractmethod
     def variants(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
-        """The variants worth choosing between for `tokens` (1…block_tokens) tokens and 1 or 2 matrices."""
+        """The variants worth choosing between for `tokens` (1…block_tokens) tokens and 1 or 2 matrices of bf16 rows."""
+
+    @abstractmethod
+    def decoding(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        """Likewise for rows that have to be decoded: staged, copied, or in registers."""
 
     @abstractmethod
     def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
@@ -163,6 +177,10 @@ class TileIsa(ABC):
         self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
     ) -> Any:
         """Rows `address` + i·`stride`, 32 bf16 each; `streaming` if they will not be needed again soon."""
+
+    def hold_a(self, rows: list[Value]) -> Any:
+        """An A tile of rows of 32 bf16 that are in registers already; where `registers` is true."""
+        raise NotImplementedError(f"{self.name} loads its A tiles from memory")
 
     @abstractmethod
     def load_b(self, b: Builder, plan: TilePlan, tile: BTile, column: int, chunk: Value) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from expertile.codegen.ir import Builder, Value, Var, f32, i32, vec
@@ -27,6 +28,7 @@ class DotIsa(TileIsa):
 
     layout = RowLayout()
     sum_bytes = 64
+    registers = True
     shapes: ClassVar[tuple[tuple[int, int], ...]]
     """Rows (of all matrices) and tokens of a pass: as many sums stay in registers."""
 
@@ -51,6 +53,10 @@ class DotIsa(TileIsa):
             for ahead in _AHEAD
         ]
         return tuple(dict.fromkeys(found))
+
+    def decoding(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        plain = self.variants(tokens, matrices)
+        return (*plain, *(replace(variant, staged=True) for variant in plain))
 
     def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
         # Few loop bodies, so that a kernel compiles quickly: passes have at most two widths in a group, and equal
@@ -93,6 +99,9 @@ class DotIsa(TileIsa):
         self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
     ) -> list[Value]:
         return [address.at(row * stride).load(Words) for row in range(plan.rows)]
+
+    def hold_a(self, rows: list[Value]) -> list[Value]:
+        return rows
 
     def load_b(
         self, b: Builder, plan: TilePlan, tile: BTile, column: int, chunk: Value

@@ -41,6 +41,9 @@ class PortableExact(TileIsa):
     def variants(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
         return Variant(), Variant(k_block=64)
 
+    def decoding(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
+        return Variant(staged=True), Variant(k_block=64, copied=True)
+
     def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
         passes = tuple(Pass((BTile(group, 0, tokens),)) for group, tokens in enumerate(groups))
         return TilePlan(tuple(groups), blocks, rows=GROUP, passes=passes)

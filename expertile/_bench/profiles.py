@@ -16,6 +16,7 @@ from torch import Tensor
 from expertile._bench.protocol import bandwidths, best, inputs, sample, spread, steps
 from expertile._bench.workload import Call, Shape, Subject, Weights, schedule, skewed
 from expertile.runtime import call, roofline
+from expertile.runtime.matrices import LayerWeights
 from expertile.runtime.profile import Part, Profile, profiled
 from expertile.runtime.roofline import Probe
 
@@ -31,7 +32,9 @@ class ProfiledCalls(Probe):
         options = subject.shape.options
 
         def run(w: Weights, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
-            y, profile = profiled(x, w.gate_up, w.down, ids, router, **options, **w.biases)
+            y, profile = profiled(
+                x, LayerWeights(w.gate_up, w.down, **options, **w.biases), ids, router
+            )
             self._taken.append(profile)
             return y
 

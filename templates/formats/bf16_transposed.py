@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from expertile.codegen.ir import Builder, Value, i16, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP, transpose
-from expertile.templates.formats.base import WeightFormat
+from expertile.codegen.vectors import Vectors
+from expertile.templates.formats.base import Matrix, WeightFormat
 
 _Words = vec(i32, GROUP)
 _LINE = 64
@@ -29,7 +31,6 @@ class Transposed(WeightFormat):
     """
 
     name = "bf16_transposed"
-    direct = False
 
     outputs: int
     interleaved: bool
@@ -42,31 +43,36 @@ class Transposed(WeightFormat):
     def _column_bytes(self) -> int:
         return 4 if self.interleaved else 2
 
-    def row_offset(self, row: Value) -> Value:
-        return row * self._column_bytes
+    def code_bytes(self, columns: int) -> int:
+        return 2 * columns
+
+    def offsets(self, row: Any) -> tuple[Any, Any]:
+        return row * self._column_bytes, 0
 
     def stage(
         self,
         b: Builder,
-        sources: Sequence[Value],
+        vectors: Vectors,
+        sources: Sequence[Matrix],
         rows: int,
         first: int,
         end: int,
         into: Sequence[Value],
         stride: int,
     ) -> None:
+        starts = [matrix.codes for matrix in sources]
         if self.interleaved:
-            sources = sources[:1]  # up lies between the gates
+            starts = starts[:1]  # up lies between the gates
         full = first + (end - first) // CHUNK * CHUNK
         with b.loop(first, full, CHUNK) as k:
-            for source in sources:
+            for source in starts:
                 self._prefetch(source.at((k + _AHEAD) * self.row_bytes), rows)
             self._chunk(
-                b, sources, k, CHUNK, rows, [panel.at((k - first) * 2) for panel in into], stride
+                b, starts, k, CHUNK, rows, [panel.at((k - first) * 2) for panel in into], stride
             )
         if full < end:
             tails = [panel.at(2 * (full - first)) for panel in into]
-            self._chunk(b, sources, b.const(k.type, full), end - full, rows, tails, stride)
+            self._chunk(b, starts, b.const(k.type, full), end - full, rows, tails, stride)
 
     def _prefetch(self, source: Value, rows: int) -> None:
         # Into L2: the misses of L1 are too few at a time to cover the latency of single lines (half the speed).

@@ -1,0 +1,64 @@
+"""The weights of a layer as a call is given them: tensors or :class:`ExpertWeights`, and what goes with them.
+
+Everything between the door and the kernels passes one `LayerWeights` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from expertile.runtime.weights import ExpertWeights
+from expertile.templates.gates import Gate
+
+Matrix = torch.Tensor | ExpertWeights
+"""The matrices of all experts, `[E, N, K]`."""
+
+
+class LayerWeights(NamedTuple):
+    """Arguments of :func:`expertile.fused_experts` that stay the same from call to call."""
+
+    gate_up: Matrix | tuple[Matrix, Matrix]
+    down: Matrix
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gate: str | Gate = "silu"
+    interleaved: bool = False
+    transposed: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether there is more than one plain tensor a projection."""
+        return not (isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor))
+
+    def key(self) -> tuple[Any, ...]:
+        """All that the checks look at and kernels are specialised on, hashable."""
+        first = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
+        return (
+            *map(_signature, first), _signature(self.down), _signature(self.gate_up_bias),
+            _signature(self.down_bias), self.gate, self.interleaved, self.transposed,
+        )  # fmt: skip
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, by the argument they are part of."""
+        for name, value in (("gate_up", self.gate_up), ("down", self.down)):
+            for part in value if isinstance(value, tuple) else (value,):
+                found = part.tensors if isinstance(part, ExpertWeights) else (part,)
+                yield from ((name, tensor) for tensor in found)
+        for name in ("gate_up_bias", "down_bias"):
+            bias = getattr(self, name)
+            if bias is not None:
+                yield name, bias
+
+
+def _signature(value: Matrix | None) -> tuple[Any, ...] | None:
+    """All metadata of a weight that the checks look at."""
+    if value is None:
+        return None
+    if isinstance(value, ExpertWeights):  # was checked when it was made, and does not change
+        return value.shape, value.scheme
+    return (
+        value.shape, value.stride(), value.dtype, value.device, value.layout, value.requires_grad, value.is_neg(),
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""fp8 in blocks: float8_e4m3fn with a scale for each 128 rows by 128 columns.
+
+    codes    float8_e4m3fn [N, K]
+    scales   float32, bfloat16 or float16 [ceil(N/128), ceil(K/128)], "weight_scale_inv" in checkpoints
+
+The value is e4m3 · s: the scale **multiplies**, whatever its name says.  DeepSeek-V3, Qwen3 FP8 and others hold this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertile.codegen.ir import Builder, Value, i8, i16, vec
+from expertile.codegen.layouts import CHUNK, GROUP
+from expertile.codegen.vectors import Vectors
+from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.fp8 import scaled, scaled_words
+from expertile.templates.formats.quantized import (
+    E4M3,
+    SCALE_BYTES,
+    Floats,
+    Part,
+    Quantized,
+    numbers,
+    splat_number,
+)
+
+_SIDE = 128
+"""Rows and columns of a block."""
+_SIDE_CHUNKS = _SIDE // CHUNK
+
+
+@dataclass(frozen=True)
+class Fp8Block(Quantized):
+    """A scale for each block of 128 by 128; N and K need not be multiples of 128.
+
+    A weight is e4m3 · s, formed in fp32 and rounded to bf16: it is off by up to 2⁻⁸ of itself (products in a layer by less
+    than 4e-3).
+    """
+
+    scale: str = "float32"
+    """The dtype of the scales: float32, bfloat16 or float16."""
+
+    name = "fp8_block"
+    shared_rows = _SIDE
+    decode_cycles = 7.5
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {
+            "codes": Part((rows, columns), ("float8_e4m3fn",)),
+            "scales": Part((-(-rows // _SIDE), -(-columns // _SIDE)), (self.scale,)),
+        }
+
+    def code_bytes(self, columns: int) -> int:
+        return columns
+
+    def scale_bytes(self, columns: int) -> int:
+        return -(-columns // _SIDE) * SCALE_BYTES[self.scale]
+
+    def offsets(self, row: Any) -> tuple[Any, Any]:
+        return row * self.row_bytes, row // _SIDE * self.scale_row_bytes
+
+    def values(
+        self,
+        columns: int,
+        codes: np.ndarray,
+        scales: np.ndarray | None = None,
+        factor: np.ndarray | None = None,
+    ) -> np.ndarray:
+        assert scales is not None
+        rows, columns = codes.shape
+        blocks = numbers(scales, self.scale).repeat(_SIDE, 0).repeat(_SIDE, 1)
+        return scaled(codes, blocks[:rows, :columns])
+
+    def words(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
+    ) -> Value:
+        codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
+        return scaled_words(b, vectors, codes, self._scale(b, matrix, chunk // _SIDE_CHUNKS))
+
+    def stage_rows(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        matrix: Matrix,
+        rows: int,
+        first: int,
+        end: int,
+        into: Value,
+        stride: int,
+    ) -> None:
+        """Block by block, with a table of what the codes are worth in it."""
+        table = b.buffer(256)
+        start, stop = first // CHUNK, end // CHUNK
+        with b.loop(first // _SIDE, -(-end // _SIDE)) as block:
+            _write_table(b, vectors, self._scale(b, matrix, block), table)
+            chunks = (
+                b.max(block * _SIDE_CHUNKS, start),
+                b.min((block + 1) * _SIDE_CHUNKS, stop),
+            )
+            with b.loop(0, rows) as row, b.loop(*chunks) as chunk:
+                place = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
+                words = vectors.decode_signed(b, table, place.load(vec(i8, CHUNK)))
+                into.at(row * stride + (chunk - start) * (2 * CHUNK)).store(words)
+
+    def _scale(self, b: Builder, matrix: Matrix, block: Value) -> Value:
+        """In 16 lanes. The 16 rows from where `matrix` begins are all in one row of blocks."""
+        return splat_number(b, matrix.scales.at(block * SCALE_BYTES[self.scale]), self.scale)
+
+
+def _write_table(b: Builder, vectors: Vectors, scale: Value, into: Value) -> None:
+    """The values of codes 0…127 times a number in 16 lanes, for `decode_signed`."""
+    values = [b.const(Floats, E4M3[i : i + GROUP]) * scale for i in range(0, 128, GROUP)]
+    for i, (low, high) in enumerate(zip(values[::2], values[1::2], strict=True)):
+        words = vectors.pack_bf16(b, low, high).bitcast(vec(i16, CHUNK))
+        into.at(i * CHUNK).store(words.to(vec(i8, CHUNK)))
+        into.at(i * CHUNK + 128).store((words >> 8).to(vec(i8, CHUNK)))
+
+
+SCHEMES = {"fp8_block": Fp8Block()}

@@ -1,0 +1,91 @@
+"""int4: symmetric integers in groups, as compressed-tensors keeps them ("pack-quantized").
+
+    codes    int32 [N, K/8], element k in bits 4 · (k mod 8)… as q + 8; in bytes, low half first
+    scales   bfloat16, float16 or float32, [N, K/g], g = 32 or 128, say
+
+The value is q · s, formed in fp32 and rounded to bf16: a weight is off by up to 2⁻⁸ of itself (products in a layer by less
+than 4e-3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertile.codegen.ir import Builder, Value
+from expertile.codegen.layouts import CHUNK
+from expertile.codegen.vectors import Vectors
+from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.quantized import (
+    INT4,
+    SCALE_BYTES,
+    Floats,
+    Part,
+    Quantized,
+    lookup_16,
+    low_first,
+    nibbles,
+    numbers,
+    splat_number,
+    split_nibbles,
+)
+
+
+@dataclass(frozen=True)
+class Int4(Quantized):
+    """A scale for each `group` elements of a row."""
+
+    group: int = 32
+    """A multiple of 32."""
+    scale: str = "bfloat16"
+    """The dtype of the scales: bfloat16, float16 or float32."""
+
+    name = "int4"
+    decode_cycles = 5.0
+
+    def __post_init__(self) -> None:
+        if self.group <= 0 or self.group % CHUNK:
+            raise ValueError(f"group: expected a multiple of {CHUNK}, got {self.group}")
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """K must be a multiple of it."""
+        return self.group
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {
+            "codes": Part((rows, columns // 8), ("int32",)),
+            "scales": Part((rows, columns // self.group), (self.scale,)),
+        }
+
+    def code_bytes(self, columns: int) -> int:
+        return columns // 2
+
+    def scale_bytes(self, columns: int) -> int:
+        return columns // self.group * SCALE_BYTES[self.scale]
+
+    def values(
+        self,
+        columns: int,
+        codes: np.ndarray,
+        scales: np.ndarray | None = None,
+        factor: np.ndarray | None = None,
+    ) -> np.ndarray:
+        assert scales is not None
+        factors = numbers(scales, self.scale)
+        groups = np.array(INT4)[split_nibbles(codes)].reshape(*factors.shape, self.group)
+        with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
+            return (groups * factors[..., None]).reshape(-1, columns)
+
+    def words(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
+    ) -> Value:
+        codes = matrix.codes.at(row * self.row_bytes).at(chunk * (CHUNK // 2))
+        group = chunk // (self.group // CHUNK)
+        scale = matrix.scales.at(row * self.scale_row_bytes).at(group * SCALE_BYTES[self.scale])
+        table = b.const(Floats, INT4) * splat_number(b, scale, self.scale)
+        return lookup_16(b, vectors, table, nibbles(b, codes, low_first))
+
+
+SCHEMES = {"int4_g32": Int4(group=32), "int4_g128": Int4(group=128)}

@@ -1,0 +1,126 @@
+"""q4_K, of GGUF files (llama.cpp, `block_q4_K`): codes of 4 bits in blocks of 256, a scale and a minimum for each 32.
+
+A row is K/256 blocks of 144 bytes:
+
+    0    fp16 d, fp16 dmin
+    4    8 scales sc and 8 minima m of 6 bits in 12 bytes: byte j < 4 has sc[j], byte 4 + j has m[j], and byte 8 + j the
+         low four bits of sc[4 + j] and of m[4 + j], whose two high bits are those of bytes j and 4 + j
+    16   128 bytes of codes q: the low halves of 32 bytes are a run of 32 elements, their high halves the next one
+
+An element is d·sc·q − dmin·m.  Both products are exact in fp32 (11 + 6 + 4 bits at most); the difference is rounded to
+fp32, and that to bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertile.codegen.ir import Builder, Value, f16, f32, i8, i16, i32, vec
+from expertile.codegen.layouts import CHUNK, GROUP
+from expertile.codegen.vectors import Halves, Vectors, Words
+from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.quantized import Floats, Part, Quantized, lookup_16
+
+_BLOCK, _BYTES = 256, 144
+_SCALES, _CODES = 4, 16
+"""Where they are in a block."""
+
+
+@dataclass(frozen=True)
+class Q4K(Quantized):
+    """Blocks of 256, scales and minima in them."""
+
+    name = "q4_K"
+    halves = (0, 2)
+    block = _BLOCK
+    decode_cycles = 5.0
+
+    def code_bytes(self, columns: int) -> int:
+        return columns // _BLOCK * _BYTES
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
+
+    def values(
+        self,
+        columns: int,
+        codes: np.ndarray,
+        scales: np.ndarray | None = None,
+        factor: np.ndarray | None = None,
+    ) -> np.ndarray:
+        blocks = np.ascontiguousarray(codes).reshape(len(codes), columns // _BLOCK, _BYTES)
+        d, dmin = np.moveaxis(blocks[..., :_SCALES].view(np.float16).astype(np.float64), -1, 0)
+        low, high, last = np.split(blocks[..., _SCALES:_CODES], 3, axis=-1)
+        sc = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=-1)
+        m = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=-1)
+        pairs = blocks[..., _CODES:].reshape(*blocks.shape[:2], 4, 1, CHUNK)
+        q = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:2], 8, CHUNK)
+        with np.errstate(invalid="ignore"):  # 0 · ∞ and ∞ − ∞ are NaN, as in a kernel
+            scale, minimum = d[..., None] * sc, dmin[..., None] * m
+            return (scale[..., None] * q - minimum[..., None]).reshape(len(codes), columns)
+
+    def words(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
+    ) -> Value:
+        block = matrix.codes.at(row * self.row_bytes).at((chunk >> 3) * _BYTES)
+        run = chunk & 7
+        factors = b.buffer(4 * GROUP)
+        factors.store(_factors(b, block))
+        bytes_ = _load_codes(b, block, run >> 1)
+        # What is left of a neighbour above the fourth bit does no harm: the table is there twice.
+        codes = bytes_ >> b.splat(((run & 1) << 2).to(i16), CHUNK)
+        return lookup_16(b, vectors, _table(b, factors.at(run * 4)), codes)
+
+    def stage_row(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        matrix: Matrix,
+        row: Value | int,
+        first: int,
+        end: int,
+        into: Value,
+    ) -> None:
+        # The factors of all blocks first: a broadcast from memory costs no shuffle, and two tables are rounded at once.
+        first_block, count = first // _BLOCK, (end - first) // _BLOCK
+        blocks = matrix.codes.at(row * self.row_bytes).at(first_block * _BYTES)
+        all_factors = b.buffer(4 * GROUP * count)
+        with b.loop(0, count) as number:
+            all_factors.at(number * (4 * GROUP)).store(_factors(b, blocks.at(number * _BYTES)))
+        with b.loop(0, count) as number:
+            block, factors = blocks.at(number * _BYTES), all_factors.at(number * (4 * GROUP))
+            for pair in range(4):
+                low, high = (_table(b, factors.at(4 * (2 * pair + i))) for i in (0, 1))
+                table = vectors.pack_bf16(b, low, high).bitcast(Halves)
+                bytes_ = _load_codes(b, block, pair)
+                for i, codes in enumerate((bytes_ & 15, bytes_ >> 4 | 16)):
+                    words = vectors.lookup(b, table, codes).bitcast(Words)
+                    into.at(number * (2 * _BLOCK) + 2 * CHUNK * (2 * pair + i)).store(words)
+
+
+def _factors(b: Builder, block: Value) -> Value:
+    """d · sc of the 8 runs of a block and then dmin · m: 16 fp32 lanes."""
+    header = block.load(vec(i32, 4), align=1)  # d and dmin, bytes 0…3, 4…7 and 8…11
+    low = header.shuffle([1, 3, 2, 3]) >> b.const(vec(i32, 4), [0, 0, 0, 4])
+    low = low & b.const(vec(i32, 4), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
+    high = header.shuffle([1, 1, 2, 2]) >> 2 & b.const(vec(i32, 4), [0, 0x30303030] * 2)
+    numbers = (low | high).bitcast(vec(i8, 16)).zext(vec(i32, GROUP)).to(Floats)
+    factors = block.load(vec(f16, 2), align=1).to(vec(f32, 2))
+    return numbers * factors.shuffle([0] * 8 + [1] * 8)
+
+
+def _load_codes(b: Builder, block: Value, pair: Value | int) -> Value:
+    """The bytes of two runs, as i16 lanes."""
+    return block.at(pair * CHUNK + _CODES).load(vec(i8, CHUNK)).zext(Halves)
+
+
+def _table(b: Builder, factors: Value) -> Value:
+    """What the 16 codes of a run are worth, from the address of d · sc."""
+    scale, minimum = (b.splat(factors.at(offset).load(f32), GROUP) for offset in (0, 32))
+    # The product is exact, so that it is the same on a CPU without FMA.
+    return b.fmuladd(b.const(Floats, list(range(GROUP))), scale, -minimum)
+
+
+SCHEMES = {"q4_K": Q4K()}

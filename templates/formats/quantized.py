@@ -1,0 +1,302 @@
+"""What quantised formats have in common: codes with scales, and a chunk of bf16 worked out from them in registers.
+
+A format has three faces.  **Check**: the tensors it consists of (`parts`).  **Reference**: the exact value of every
+element (`values`, NumPy).  **A tile**: a kernel's way to 32 k's of a row (`words`).  Kernel and reference share the table
+that says what a code is worth.
+
+All kernels give the same bits: a value is formed in fp32 and rounded to bf16 once; what is below 2⁻¹²⁶ becomes a zero of
+its sign, what is too large becomes infinity, and a NaN scale gives NaN.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from expertile.codegen.ir import Builder, Value, f16, f32, i8, i16, i32, i64, vec
+from expertile.codegen.layouts import CHUNK, GROUP
+from expertile.codegen.vectors import Vectors, Words
+from expertile.templates.formats.base import ByRows, Matrix
+
+Floats = vec(f32, GROUP)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a format, as one expert's matrix of N rows by K columns has it."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """The dtypes it may have, by PyTorch's names."""
+
+
+@dataclass(frozen=True)
+class Quantized(ByRows):
+    """A scheme, and where rows lie: without strides it stands for any matrix, see `laid_out`."""
+
+    row_bytes: int = 0
+    scale_row_bytes: int = 0
+    """Bytes of scales from a row to the next (of scales, where several rows share them)."""
+
+    block: ClassVar[int] = CHUNK
+    """K must be a multiple of it."""
+    halves: ClassVar[tuple[int, ...]] = ()
+    """Where among the codes of a block there are fp16 scales, in bytes."""
+    shared_rows: ClassVar[int] = 1
+    """Rows that share a row of scales."""
+
+    # Check -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        """The tensors of a matrix, by what they are: "codes", and "scales" and "factor" where there are such."""
+
+    def scale_bytes(self, columns: int) -> int:
+        """Bytes of a row of scales."""
+        return 0
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        scales = -(-rows // self.shared_rows) * self.scale_bytes(columns)
+        return super().matrix_bytes(rows, columns) + scales
+
+    def laid_out(self, columns: int) -> Self:
+        """The scheme with the strides of contiguous tensors."""
+        return replace(
+            self, row_bytes=self.code_bytes(columns), scale_row_bytes=self.scale_bytes(columns)
+        )
+
+    def scheme(self) -> Self:
+        """Without strides."""
+        return replace(self, row_bytes=0, scale_row_bytes=0)
+
+    def every(self, step: int) -> Self:
+        return replace(
+            self,
+            row_bytes=step * self.row_bytes,
+            scale_row_bytes=step * self.scale_row_bytes,
+        )
+
+    # Reference -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def values(
+        self,
+        columns: int,
+        codes: np.ndarray,
+        scales: np.ndarray | None = None,
+        factor: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The exact values of a matrix, float64 `[N, K]`, from the bytes of its parts (uint8, a row each)."""
+
+    # A tile ----------------------------------------------------------------------------------------------------------
+
+    def offsets(self, row: Any) -> tuple[Any, Any]:
+        return row * self.row_bytes, row * self.scale_row_bytes
+
+    def stage(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        sources: Sequence[Matrix],
+        rows: int,
+        first: int,
+        end: int,
+        into: Sequence[Value],
+        stride: int,
+    ) -> None:
+        for matrix, panel in zip(sources, into, strict=True):
+            self.stage_rows(b, vectors, matrix, rows, first, end, panel, stride)
+            with b.loop(rows, GROUP) as row, b.loop(0, (end - first) // CHUNK) as chunk:
+                panel.at(row * stride + chunk * (2 * CHUNK)).store(b.zero(Words))
+
+    def stage_rows(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        matrix: Matrix,
+        rows: int,
+        first: int,
+        end: int,
+        into: Value,
+        stride: int,
+    ) -> None:
+        """Write k = `first`…`end` of `rows` rows to `into`, `stride` bytes apart.
+
+        For a format that several rows together are less work for than each alone, see `fp8_block`.
+        """
+        with b.loop(0, rows) as row:
+            self.stage_row(b, vectors, matrix, row, first, end, into.at(row * stride))
+
+    def stage_row(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        matrix: Matrix,
+        row: Value | int,
+        first: int,
+        end: int,
+        into: Value,
+    ) -> None:
+        """Write k = `first`…`end` of a row, multiples of `block`, to `into`.
+
+        For a format that several chunks together are less work for than each alone, see `q4_k`.
+        """
+        with b.loop(first // CHUNK, end // CHUNK) as chunk:
+            words = self.words(b, vectors, matrix, row, chunk)
+            into.at((chunk - first // CHUNK) * (2 * CHUNK)).store(words)
+
+
+# Numbers in memory ----------------------------------------------------------------------------------------------------
+
+E4M3 = tuple(
+    float("nan")
+    if code & 127 == 127
+    else (-1.0 if code & 128 else 1.0)
+    * (
+        (code & 7) * 2.0**-9
+        if code & 120 == 0
+        else (8 + (code & 7)) * 2.0 ** ((code >> 3 & 15) - 10)
+    )
+    for code in range(256)
+)
+"""float8_e4m3fn (OCP 8-bit floating point specification, revision 1.0, table 1): no infinity, 127 and 255 are NaN."""
+
+E8M0 = tuple(float("nan") if code == 255 else 2.0 ** (code - 127) for code in range(256))
+"""float8_e8m0fnu (OCP microscaling formats specification, version 1.0, section 5.4.1)."""
+
+E2M1 = tuple(
+    sign * magnitude
+    for sign in (1.0, -1.0)
+    for magnitude in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)
+"""float4_e2m1fn (the same, section 5.3.3)."""
+
+INT4 = tuple(float(code - 8) for code in range(16))
+"""Integers of 4 bits, stored with 8 added."""
+
+_TABLES = {"float8_e4m3fn": E4M3, "float8_e8m0fnu": E8M0, "uint8": E8M0}
+"""What the bytes of a scale mean; microscaling checkpoints keep e8m0 as uint8."""
+
+SCALE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e8m0fnu": 1,
+    "uint8": 1,
+}
+"""Bytes of the dtypes that scales have."""
+
+
+def numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Scales from their bytes: uint8 `[…, n · bytes]` to float64 `[…, n]`."""
+    raw = np.ascontiguousarray(raw)
+    if dtype in _TABLES:
+        return np.array(_TABLES[dtype])[raw]
+    if dtype == "bfloat16":
+        found = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        found = raw.view(dtype)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        return found.astype(np.float64)
+
+
+def load_number(b: Builder, address: Value, dtype: str) -> Value:
+    """The scale at an address, as an fp32 number."""
+    if dtype == "float32":
+        return address.load(f32)
+    if dtype == "float16":
+        return address.load(f16).to(f32)
+    if dtype == "bfloat16":
+        return (address.load(i16).zext(i32) << 16).bitcast(f32)
+    table = b.constant_bytes(np.array(_TABLES[dtype], np.float32).tobytes())
+    return table.at(address.load(i8).zext(i64) * 4).load(f32)
+
+
+def splat_number(b: Builder, address: Value, dtype: str) -> Value:
+    """The scale at an address in 16 fp32 lanes."""
+    if dtype == "bfloat16":  # straight from memory, in every other i16 lane; the way by a scalar is a longer one
+        words = b.splat(address.load(i16), CHUNK).bitcast(vec(i32, GROUP))
+        return (words << 16).bitcast(Floats)
+    if dtype == "float16":
+        return b.splat(address.load(i16), GROUP).bitcast(vec(f16, GROUP)).to(Floats)
+    return b.splat(load_number(b, address, dtype), GROUP)
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def bf16_table(values: Sequence[float]) -> tuple[int, ...]:
+    """bf16 bits of numbers that are exact in bf16."""
+    return tuple(int(x) >> 16 for x in np.array(values, np.float32).view(np.uint32))
+
+
+def round_values(values: np.ndarray) -> np.ndarray:
+    """bf16 bits (uint16) of float32 numbers, as kernels round them: denormals become a zero of their sign."""
+    bits = values.view(np.uint32)
+    rounded = np.where(
+        np.isnan(values), bits >> 16 | 0x40, (bits + (bits >> 16 & 1) + 0x7FFF) >> 16
+    )
+    return np.where(bits & 0x7F800000, rounded, bits >> 16 & 0x8000).astype(np.uint16)
+
+
+def unpack_floats(b: Builder, words: Value) -> tuple[Value, Value]:
+    """32 bf16 (an i16 vector) as two fp32 vectors, in order."""
+    halves = [words.shuffle(range(first, first + GROUP)) for first in (0, GROUP)]
+    low, high = ((half.zext(vec(i32, GROUP)) << 16).bitcast(Floats) for half in halves)
+    return low, high
+
+
+def nibbles(b: Builder, address: Value, order: Callable[[int], tuple[int, bool]]) -> Value:
+    """32 codes of 4 bits from the 16 bytes at `address`: an i16 vector with **more than the code** in its high bits.
+
+    `order(k)` says which byte the code of element k is in, and whether in its high half.  Bits above the fourth are those
+    of the neighbour: mask them, or look up in a table whose upper half repeats the lower.
+    """
+    pairs = address.load(vec(i16, 8), align=1)  # of bytes: spreading them takes one instruction
+    places = [order(k) for k in range(CHUNK)]
+    spread = pairs.shuffle([byte // 2 for byte, _ in places])
+    return spread >> b.const(vec(i16, CHUNK), [byte % 2 * 8 + high * 4 for byte, high in places])
+
+
+def scaled_table(
+    b: Builder, values: Sequence[float], dtype: str, address: Value, lanes: int = GROUP
+) -> Value:
+    """The bf16 bits of 16 code values times the scale of one byte at an address: an i16 vector, read from memory.
+
+    In 32 `lanes` they are there twice.  The tables of all 256 scales are constants, 512 · lanes bytes, of which the scales
+    that occur take up a few lines of cache: a load instead of multiplying and rounding.
+    """
+    with np.errstate(over="ignore"):  # to infinity, as in a kernel
+        products = np.outer(_TABLES[dtype], np.tile(values, lanes // len(values))).astype(np.float32)
+    tables = b.constant_bytes(round_values(products).tobytes())
+    at = address.load(i8).zext(i64) * (2 * lanes)
+    return tables.at(at).load(vec(i16, lanes), align=2 * lanes)
+
+
+def lookup_16(b: Builder, vectors: Vectors, table: Value, index: Value) -> Value:
+    """16 words of bf16 pairs: each code's entry in a table of 16 fp32 numbers, rounded to bf16."""
+    both = vectors.pack_bf16(b, table, table).bitcast(vec(i16, CHUNK))
+    return vectors.lookup(b, both, index).bitcast(vec(i32, GROUP))
+
+
+def split_nibbles(codes: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits, low half first: uint8 `[…, n]` to `[…, 2n]`."""
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def low_first(k: int) -> tuple[int, bool]:
+    """Element 2i is in the low half of byte i, element 2i + 1 in its high half."""
+    return k // 2, bool(k % 2)
+
+
+def row_numbers(b: Builder, address: Value, stride: int, dtype: str, rows: int) -> Value:
+    """`rows` scales, `stride` bytes apart, as the first of 16 fp32 lanes; the others are zero."""
+    result = b.zero(Floats)
+    for row in range(rows):
+        result = result.insert(row, load_number(b, address.at(row * stride), dtype))
+    return result
