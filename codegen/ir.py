@@ -160,6 +160,10 @@ class Value:
     def __rshift__(self, other: Any) -> Value:
         return self._binary(other, "lshr", None)
 
+    def shift_signed(self, bits: int) -> Value:
+        """`>>` that copies the sign."""
+        return self._binary(bits, "ashr", None)
+
     def __neg__(self) -> Value:
         return 0 - self if not _is_float(self.type) else self.b.wrap(self.b.llvm.fneg(self.ir))
 

@@ -27,6 +27,10 @@ POINTERS = (
 INTEGERS = (
     # shape
     "tokens", "top_k", "num_experts", "hidden", "intermediate",
+    # bytes of a token in the operands of gate/up and down
+    "operand_bytes", "hidden_bytes",
+    # the address of what makes int8 of the hidden operand; 0: it stays as it is
+    "requantize",
     # strides in bytes
     "x_row", "out_row", "out_element", "ids_row", "ids_step", "router_row", "router_step",
     *(f"{part}_step" for part in WEIGHTS),
@@ -57,7 +61,7 @@ OK, BAD_ID, MISSING_KERNELS = 0, 1, 2
 """What the driver returns."""
 
 COUNTER_STRIDE = 64
-COUNTERS = 3
+COUNTERS = 4
 EXPERT_BYTES = (
     128  # expert, tokens, first sorted position, unused; then the records of its matrices
 )

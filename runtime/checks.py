@@ -113,6 +113,7 @@ def layer(
         weights.interleaved,
         transposed,
         _scheme(down_format),
+        weights.activations,
     )
     _splits(spec, gate_up_format, pair=isinstance(first, tuple))
     return spec, (gate_up_format, down_format)

@@ -22,7 +22,7 @@ from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 from expertile.codegen.cache import default_cache
 from expertile.codegen.isa import TilePlan, Variant
-from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
+from expertile.codegen.layouts import GROUP, groups_of
 from expertile.runtime.caches import caches
 from expertile.templates.expert import ExpertKernel
 from expertile.templates.formats.base import ByRows
@@ -156,7 +156,7 @@ def predict(kernel: ExpertKernel) -> float:
 
 def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: bool) -> float:
     """Cycles of all passes, with the weights in L2."""
-    isa, variant, chunks = isas.by_name(kernel.isa), kernel.variant, chunks_of(kernel.inputs)
+    isa, variant, chunks = kernel.machine, kernel.variant, kernel.machine.chunks(kernel.inputs)
     k_blocks = -(-chunks // _k_chunks(kernel))
     repeats = GROUP // plan.rows / variant.neighbours
     if not variant.together:
@@ -183,8 +183,8 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
 
 def _k_chunks(kernel: ExpertKernel) -> int:
     """Chunks of a k block."""
-    chunks = chunks_of(kernel.inputs)
-    return min(kernel.variant.k_block // CHUNK or chunks, chunks)
+    chunks = kernel.machine.chunks(kernel.inputs)
+    return min(kernel.machine.chunks(kernel.variant.k_block) or chunks, chunks)
 
 
 def _in_l1(kernel: ExpertKernel, plan: TilePlan) -> tuple[bool, bool]:

@@ -6,6 +6,7 @@ What an item is decides nothing about the result:
 
     gather   a group of up to 16 tokens of one expert
     gate/up  a range of rows of one expert, the busiest experts first
+    int8     likewise a group, where activations are int8: gate/up left it in bf16
     down     a range of output columns, for **all** active experts in ascending order: the sums of a token are private
              to the thread, added up in the order of expert number (then slot), and written once
 
@@ -324,14 +325,15 @@ def _body(b: Builder, record: Value, profiled: bool) -> None:
         thread.set(b.call_address(f.thread_number, i32, []).to(i64))
     f.hooks = _Notes(b, record, thread.get()) if profiled else _Hooks()
     f.scratch = f.thread_scratch.at(thread.get() * f.thread_scratch_bytes)
-    f.operand_bytes = ((f.hidden + 31) >> 5) * 64  # of one token
-    f.hidden_bytes = ((f.intermediate + 31) >> 5) * 64
     _gather(b, f)
     _barrier(b, f)
     # So early that the end of gate/up can ask for its weights.
     f.first_down = _take(b, f, 2)
     _gate_up(b, f)
     _barrier(b, f)
+    with b.if_(f.requantize.ne(0)):
+        _requantize(b, f)
+        _barrier(b, f)
     _down(b, f)
 
 
@@ -363,10 +365,24 @@ def _items(
 
 def _gather(b: Builder, f: SimpleNamespace) -> None:
     with _items(b, f, 0, f.group_count) as (item, _):
-        group = f.groups.at(item * call.GROUP_BYTES)
-        first, tokens = group.load(i64), group.at(8).load(i64)
+        first, tokens = _group(f, item)
         into = f.operand.at(first * f.operand_bytes)
         b.call_address(f.gather, void, [f.x, f.token.at(first * 4), tokens, f.x_row, into])
+
+
+def _requantize(b: Builder, f: SimpleNamespace) -> None:
+    """No pass of its own in a profile: threads wait for it at the end of gate/up."""
+    quiet = SimpleNamespace(**vars(f) | {"hooks": _Hooks()})
+    with _items(b, quiet, 3, f.group_count) as (item, _):
+        first, tokens = _group(f, item)
+        group = f.hidden_operand.at(first * f.hidden_bytes)
+        b.call_address(f.requantize, void, [group, tokens])
+
+
+def _group(f: SimpleNamespace, number: Value) -> tuple[Value, Value]:
+    """The first sorted position of a group, and its tokens."""
+    group = f.groups.at(number * call.GROUP_BYTES)
+    return group.load(i64), group.at(8).load(i64)
 
 
 def _expert(f: SimpleNamespace, index: Value) -> SimpleNamespace:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from expertile.codegen import isa as isas
-from expertile.codegen.layouts import chunks_of
 from expertile.runtime import call, checks, jit, openmp, spec, workspace
 from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
@@ -59,8 +58,8 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
         * most_items(threads, min(shape.experts, slots), shape.intermediate),
         "token": 4 * slots,
         "sorted_router": 4 * slots,
-        "operand": 64 * chunks_of(shape.hidden) * slots + margin,
-        "hidden_operand": 64 * chunks_of(shape.intermediate) * slots + margin,
+        "operand": kernels.operand_bytes[0] * slots + margin,
+        "hidden_operand": kernels.operand_bytes[1] * slots + margin,
         "thread_scratch": thread_bytes * threads,
     }
     offsets, end = [], 0
@@ -262,6 +261,7 @@ def _native(
             *((omp.parallel, omp.barrier, omp.thread_number) if omp else (0, 0, 0)),
             *(base + offset for offset in scratch.offsets),
             ids.shape[0], ids.shape[1], shape.experts, shape.hidden, shape.intermediate,
+            *kernels.operand_bytes, kernels.requantize,
             x.stride(0) * size, out.stride(0) * size, size,
             ids.stride(0) * ids_size, ids.stride(1) * ids_size,
             router.stride(0) * router_size, router.stride(1) * router_size,

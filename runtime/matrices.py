@@ -27,6 +27,7 @@ class LayerWeights(NamedTuple):
     gate: str | Gate = "silu"
     interleaved: bool = False
     transposed: bool = False
+    activations: str = "bf16"
 
     @property
     def quantized(self) -> bool:
@@ -38,7 +39,7 @@ class LayerWeights(NamedTuple):
         first = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
         return (
             *map(_signature, first), _signature(self.down), _signature(self.gate_up_bias),
-            _signature(self.down_bias), self.gate, self.interleaved, self.transposed,
+            _signature(self.down_bias), self.gate, self.interleaved, self.transposed, self.activations,
         )  # fmt: skip
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,15 +10,18 @@ from typing import Any
 
 from expertile.codegen import isa as isas
 from expertile.codegen.isa import Variant
+from expertile.codegen.isa.bytes import MOST_K
 from expertile.runtime import choice, jit
 from expertile.runtime.call import BUCKETS, table_slots
 from expertile.runtime.errors import ArgumentError
 from expertile.templates import formats, gates
+from expertile.templates.activations import QuantizingGather, Requantize
 from expertile.templates.expert import Down, ExpertKernel, GateUp
 from expertile.templates.formats import Quantized
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.formats.bf16 import RowMajor
 from expertile.templates.formats.bf16_transposed import Transposed
+from expertile.templates.formats.int8 import Int8
 from expertile.templates.gates import Gate
 from expertile.templates.tokens import Finish, Gather
 
@@ -33,12 +36,14 @@ class ExpertSpec:
     hidden, intermediate: H and I, elements.  experts, top_k: E and k; kernels do not depend on them.
     weights: the weight format: "bf16", or a quantised one by its name (`expertile.formats()`) or as a scheme.
     down_weights: that of the down projection, if it is another one.
+    activations: what products are made of: "bf16", or "int8" if all weights are int8 with a scale for each row.
     gate: a gate's name or a :class:`Gate`.
     gate_up_bias, down_bias: None, "bf16" or "f32".
     interleaved: gate and up rows (columns when transposed) alternate instead of [gate; up].
     transposed: gate/up is `[E, H, 2I]` and down `[E, I, H]`.
 
-    Raises ArgumentError for sizes below 1, unknown names, and sizes that a format can't have.
+    Raises ArgumentError for sizes below 1, unknown names, sizes that a format can't have, and activations that can't be
+    multiplied by such weights.
     """
 
     hidden: int
@@ -52,6 +57,7 @@ class ExpertSpec:
     interleaved: bool = False
     transposed: bool = False
     down_weights: str | Quantized | None = None
+    activations: str = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "top_k"):
@@ -67,6 +73,25 @@ class ExpertSpec:
             self.formats()
         except (ValueError, TypeError) as error:
             raise ArgumentError(str(error)) from None
+        if self.activations not in ("bf16", "int8"):
+            raise ArgumentError(f'activations: expected "bf16" or "int8", got {self.activations!r}')
+        if self.activations == "int8":
+            self._check_bytes()
+
+    def _check_bytes(self) -> None:
+        """Raise unless all weights are what int8 activations can be multiplied by."""
+        names = [format_.name for format_ in self.formats()]
+        if any(name != Int8.name for name in names):
+            raise ArgumentError(
+                'activations: "int8" needs int8 weights with a scale for each row in gate_up and down '
+                f'(ExpertWeights.from_int8), got {names[0]} and {names[1]}; use activations="bf16"'
+            )
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) > MOST_K:
+                raise ArgumentError(
+                    f"{name}: expected at most {MOST_K} with int8 activations, whose sums are int32, got "
+                    f"{getattr(self, name)}"
+                )
 
     @property
     def projections(self) -> int:
@@ -128,10 +153,18 @@ class LayerKernels:
         self.spec = spec
         self._choose = choose
         self.stored = stored
-        self.isa = isa
+        self._bytes = spec.activations == "int8"
+        self.isa = isas.for_bytes(isa) if self._bytes else isa
         self.gate = gates.resolve(spec.gate)
         self._step = 2 if spec.interleaved and self.gate.gated else 1
-        self.block_tokens = isas.by_name(isa).block_tokens
+        machine = isas.by_name(self.isa)
+        self.block_tokens = machine.block_tokens
+        self.operand_bytes = tuple(map(machine.operand_bytes, (spec.hidden, spec.intermediate)))
+        """Bytes of a token in the operands of gate/up and down."""
+        self.requantize = 0
+        """The address of the kernel that makes int8 of the hidden operand, if that is what down multiplies."""
+        if self._bytes:
+            self.requantize = jit.address(Requantize(self.isa, spec.intermediate))
         self._formats = self._kernel_formats()
         self.gate_up_table = KernelTable(self.gate_up, self.block_tokens)
         self.down_table = KernelTable(self.down, self.block_tokens)
@@ -139,7 +172,7 @@ class LayerKernels:
         both = self.gate_up(1), self.down(1)
         self.scratch_bytes = max(choice.most_scratch(choice.description(kernel)) for kernel in both)
         """Per-thread scratch the expert kernels need, whichever variants are chosen."""
-        self.corner = choice.corner(isa)
+        self.corner = choice.corner(self.isa)
         """Tokens from which on multiplying a row takes longer than fetching it."""
         self.row_unit = max(kernel.row_unit for kernel in both)
         """Rows are divided among threads in multiples of this."""
@@ -161,6 +194,8 @@ class LayerKernels:
                 Transposed(gate_up.row_bytes, outputs=64, interleaved=self._step == 2),
                 Transposed(down.row_bytes, outputs=128, interleaved=False),
             )
+        if self._bytes:
+            gate_up, down = (format_.in_place() for format_ in self.stored)  # type: ignore[attr-defined]
         return gate_up.every(self._step), down
 
     def gate_up(self, tokens: int, blocks: int = 1) -> ExpertKernel:
@@ -181,7 +216,8 @@ class LayerKernels:
         """The addresses of the gather and of the finish for hidden states of a dtype."""
         found = self._ends.get(dtype)
         if found is None:
-            gather, finish = Gather(self.isa, self.spec.hidden, dtype), Finish(self.isa, dtype)
+            kind = QuantizingGather if self._bytes else Gather
+            gather, finish = kind(self.isa, self.spec.hidden, dtype), Finish(self.isa, dtype)
             found = self._ends[dtype] = jit.address(gather), jit.address(finish)
         return found
 

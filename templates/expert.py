@@ -1,7 +1,7 @@
 """The two expert projections: gate/up with the gate function fused, and down with the weighted sum fused.
 
 Both multiply 16-row blocks of weights by a block of up to 32 or 64 tokens (the operand, laid out by the ISA's layout),
-over all of K.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
+over all of K, as bf16, or as int8 on an ISA that multiplies bytes.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
 
     GateUp   h = gate(g + bias, u + bias), rounded to bf16 and written as the operand of the down projection
     Down     sum[token] += router weight · (y + bias), as rows of tokens again
@@ -14,15 +14,16 @@ zero-padded scratch (see `formats.base`), so that a NaN in memory beside a row c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
-from expertile.codegen.isa import BTile, Pass, TilePlan, Variant
-from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
+from expertile.codegen.ir import Builder, L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.isa import BTile, Pass, TileIsa, TilePlan, Variant
+from expertile.codegen.isa.bytes import ByteIsa
+from expertile.codegen.layouts import GROUP, groups_of
 from expertile.templates.formats.base import ByRows, Matrix, WeightFormat
 from expertile.templates.gates import Gate
 
@@ -64,9 +65,14 @@ class ExpertKernel(ABC):
         return str(_Emitter(self).module)
 
     @property
+    def machine(self) -> TileIsa:
+        """The ISA."""
+        return isas.by_name(self.isa)
+
+    @property
     def block_tokens(self) -> int:
         """Tokens of a full block."""
-        return isas.by_name(self.isa).block_tokens
+        return self.machine.block_tokens
 
     @property
     def suffix(self) -> str:
@@ -76,12 +82,12 @@ class ExpertKernel(ABC):
     @property
     def panel_stride(self) -> int:
         """Bytes from row to row of a staged block; the odd cache line keeps rows out of each other's L1 sets."""
-        return 2 * CHUNK * chunks_of(self.inputs) + _LINE
+        return 64 * self.machine.chunks(self.inputs) + _LINE
 
     @property
     def copy_stride(self) -> int:
         """Bytes from row to row of a copied k block."""
-        return 2 * self.variant.k_block + _LINE
+        return 64 * self.machine.chunks(self.variant.k_block) + _LINE
 
     @property
     def row_unit(self) -> int:
@@ -181,10 +187,20 @@ class GateUp(ExpertKernel):
         for group, tokens in enumerate(e.groups):
             features = e.isa.layout.flat_features(tokens)
             tiles = [e.c_tile(first + half, group) for half in halves_]
+            bytes_ = e.byte_sums(arg.operand, block, group)
 
-            def activate(at: Value | int, lanes: list[int], tiles: list[Value] = tiles) -> None:
+            def activate(
+                at: Value | int,
+                lanes: list[int],
+                tiles: list[Value] = tiles,
+                bytes_: _ByteSums | None = bytes_,
+            ) -> None:
+                token = None
+                if bytes_:
+                    assert isinstance(at, int)  # rows have scales
+                    token = bytes_.of_elements(at)
                 halves = [
-                    _affine(tile.at(at).load(vec(f32, GROUP)), scale, bias, lanes)
+                    _affine(tile.at(at).load(vec(f32, GROUP)), scale, bias, lanes, token)
                     for tile, scale, bias in zip(tiles, scales, biases, strict=True)
                 ]
                 h = self.gate.emit(b, halves[0] if self.gate.gated else None, halves[-1])
@@ -205,15 +221,18 @@ class GateUp(ExpertKernel):
 
     def finish(self, e: _Emitter) -> None:
         written = -(-self.outputs // GROUP) * GROUP
-        if written % CHUNK == 0:
+        missing = range(written, e.isa.chunk * e.isa.chunks(self.outputs), GROUP)
+        if not missing:
             return
-        with e.token_blocks() as block:  # the second half of the last chunk
+        with e.token_blocks() as block:  # the rest of the last chunk
             for group, tokens in enumerate(e.groups):
                 tile = e.c_tile(0, group)
                 for vector in range(tokens + 1):
                     tile.at(64 * vector).store(e.b.zero(vec(f32, GROUP)))
                 into = e.group(e.arg.out, self.outputs, block, group)
-                e.isa.layout.pack_features(e.b, tile, tokens, into, e.b.const(i64, written))
+                for feature in missing:
+                    place = e.b.const(i64, feature)
+                    e.isa.layout.pack_features(e.b, tile, tokens, into, place)
 
 
 @dataclass(frozen=True)
@@ -244,6 +263,7 @@ class Down(ExpertKernel):
             scale, bias = e.row_scale(0, top, rows), e.bias(0, top, rows, 1)
             for group, tokens in enumerate(e.groups):
                 column = top * 4
+                bytes_ = e.byte_sums(arg.operand, block, group)
 
                 def add(
                     token: Value,
@@ -252,12 +272,13 @@ class Down(ExpertKernel):
                     column: Value = column,
                     scale: Value | None = scale,
                     bias: Value | None = bias,
+                    bytes_: _ByteSums | None = bytes_,
                 ) -> None:
                     slot = (before + token) * 4
                     router = b.splat(arg.router.at(slot).load(f32), GROUP)
                     number = arg.token.at(slot).load(i32).to(i64)
                     total = arg.sums.at(number * arg.sum_bytes + column)
-                    y = _affine(y, scale, bias)
+                    y = _affine(y, scale, bias, None, bytes_.of_token(token) if bytes_ else None)
                     if rows == GROUP:
                         total.store(b.fmuladd(router, y, total.load(y.type)))
                     else:
@@ -291,7 +312,7 @@ class Scratch:
     @classmethod
     def of(cls, kernel: ExpertKernel) -> Scratch:
         """The scratch that a kernel needs."""
-        isa, variant = isas.by_name(kernel.isa), kernel.variant
+        isa, variant = kernel.machine, kernel.variant
         groups = len(groups_of(kernel.block_tokens))
         kept = LAUNCH_BLOCKS if variant.copied else 1  # token blocks whose C is kept
         sources = max(kernel.matrices, variant.neighbours)
@@ -346,7 +367,7 @@ class _Source(ABC):
 
 @dataclass(frozen=True)
 class _Memory(_Source):
-    """bf16 rows in memory, `stride` bytes apart, from chunk `first` on."""
+    """Rows in memory as they are multiplied, `stride` bytes apart, from chunk `first` on."""
 
     addresses: list[Value]
     stride: int
@@ -388,7 +409,7 @@ class _Emitter:
     def __init__(self, kernel: ExpertKernel) -> None:
         self.kernel = kernel
         self.variant = kernel.variant
-        self.isa = isas.by_name(kernel.isa)
+        self.isa = kernel.machine
         self.groups = groups_of(kernel.tokens)
         self.scratch = kernel.scratch
         self.module = Module(kernel.name, self.isa.tuning)
@@ -408,10 +429,18 @@ class _Emitter:
 
     def group(self, operand: Value, k: int, block: Value, group: int) -> Value:
         """Where a token group begins in an operand of `k` k's."""
-        chunk_bytes = 64 * chunks_of(k)
+        token_bytes = self.isa.operand_bytes(k)
         return operand.at(
-            block * (self.kernel.block_tokens * chunk_bytes) + GROUP * group * chunk_bytes
+            block * (self.kernel.block_tokens * token_bytes) + GROUP * group * token_bytes
         )
+
+    def byte_sums(self, operand: Value, block: Value, group: int) -> _ByteSums | None:
+        """What the sums of a token group have to go through, if it was bytes that were multiplied."""
+        if not isinstance(self.isa, ByteIsa):
+            return None
+        inputs, tokens = self.kernel.inputs, self.groups[group]
+        last = self.group(operand, inputs, block, group).at(64 * tokens * self.isa.chunks(inputs))
+        return _ByteSums(self.b, self.isa, last, tokens)
 
     def bias(self, matrix: int, row: Value, rows: int, step: int) -> Value | None:
         """The biases of 16 rows of a matrix in fp32, zero from `rows` on."""
@@ -491,14 +520,14 @@ class _Emitter:
         assert isinstance(format_, ByRows)
         matrices = kernel.row_blocks(self.matrices, row, count)
         edges = self.arg.scratch.at(self.scratch.edges)
-        whole = kernel.inputs // CHUNK * CHUNK
+        whole = kernel.inputs // self.isa.chunk * self.isa.chunk
         tails = []
         if whole < kernel.inputs:
             tails = [edges.at(_EDGE * i) for i in range(len(matrices))]
             format_.stage(
                 self.b, self.isa.vectors, matrices, GROUP, whole, kernel.inputs, tails, 64
             )
-        chunks = whole // CHUNK
+        chunks = whole // self.isa.chunk
         stream = _Stream(self, plan, row, count, chunks)
         if self.variant.copied and chunks:
             self._copied(_Rows(matrices, chunks, tails, plan, stream), row, count)
@@ -514,7 +543,7 @@ class _Emitter:
     def _staged(self, plan: TilePlan, row: Value, rows: int) -> None:
         """Up to `staged_rows` rows, written to scratch as plain rows first."""
         kernel, b = self.kernel, self.b
-        format_, stride, chunks = kernel.format, kernel.panel_stride, chunks_of(kernel.inputs)
+        format_, stride, chunks = kernel.format, kernel.panel_stride, self.isa.chunks(kernel.inputs)
         panels = self.arg.scratch.at(self.scratch.panels)
         matrices = kernel.row_blocks(self.matrices, row, 1)
         bases = [panels.at(format_.staged_rows * stride * i) for i in range(len(matrices))]
@@ -537,7 +566,7 @@ class _Emitter:
     def _multiply(self, rows: _Rows, source: _Source, block: Value) -> None:
         """All C tiles of the rows and a token block: panel by panel, each k block by k block."""
         b = self.b
-        k_chunks = self.variant.k_block // CHUNK
+        k_chunks = self.isa.chunks(self.variant.k_block)
         if not 0 < k_chunks < rows.chunks:
             everything = _KBlock(b.const(i64, 0), b.const(i64, rows.chunks))
             self._sweep(rows, source, everything, block, (0, GROUP))
@@ -560,7 +589,7 @@ class _Emitter:
             self.arg.scratch.at(scratch.copy + GROUP * stride * i)
             for i in range(len(rows.matrices))
         ]
-        k_chunks = self.variant.k_block // CHUNK
+        k_chunks = self.isa.chunks(self.variant.k_block)
         with b.loop(0, rows.chunks, k_chunks) as first:
             part = _KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
             for matrix, target in zip(rows.matrices, into, strict=True):
@@ -653,7 +682,7 @@ class _Pass:
         shift = number * (e.isa.layout.token_bytes * one.tiles[0].tokens)
         # Passes of several tiles have a group each, and go on by as many groups.
         group = group * len(one.tiles)
-        next_group = group * (GROUP * 64 * chunks_of(inputs)) + shift
+        next_group = group * (GROUP * e.isa.operand_bytes(inputs)) + shift
         self.operands = [
             e.group(e.arg.operand, inputs, block, tile.group).at(next_group) for tile in one.tiles
         ]
@@ -756,12 +785,64 @@ def _matrix(record: Value) -> Matrix:
     return Matrix(*(record.at(MATRIX[name]).load(ptr) for name in ("codes", "scales", "factor")))
 
 
+@dataclass(frozen=True)
+class _ByteSums:
+    """What a group of tokens has noted of itself behind its last chunk, see `isa.bytes`."""
+
+    b: Builder
+    isa: ByteIsa
+    chunk: Value
+    tokens: int
+
+    def of_elements(self, offset: int) -> _Token:
+        """Of the tokens of the 16 elements from byte `offset` of a stored C on."""
+        layout = self.isa.layout
+        return self._token(
+            lambda number: layout.spread(self.b, self.chunk, self.tokens, number, offset // 4)
+        )
+
+    def of_token(self, token: Value) -> _Token:
+        """Of a token, in 16 lanes."""
+        word = self.isa.layout.word
+        return self._token(
+            lambda number: self.b.splat(
+                word(self.chunk, self.tokens, token, number).load(i32), GROUP
+            )
+        )
+
+    def _token(self, word: Callable[[int], Value]) -> _Token:
+        return _Token(word(0).bitcast(vec(f32, GROUP)), word(1) if self.isa.offsets else None)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """The scale of a quantised token, and what its sums have too much; in 16 lanes."""
+
+    scale: Value
+    offset: Value | None
+
+    def floats(self, sums: Value) -> Value:
+        """int32 sums as fp32."""
+        integers = sums.bitcast(vec(i32, GROUP))
+        if self.offset is not None:
+            integers = integers - self.offset
+        return integers.to(vec(f32, GROUP))
+
+
 def _affine(
-    sums: Value, scale: Value | None, bias: Value | None, lanes: Sequence[int] | None = None
+    sums: Value,
+    scale: Value | None,
+    bias: Value | None,
+    lanes: Sequence[int] | None = None,
+    token: _Token | None = None,
 ) -> Value:
-    """Finished sums of 16 rows, or of those in `lanes`: times their scale, plus their bias."""
+    """Finished sums of 16 rows, or of those in `lanes`: times their scale, times that of the token, plus their bias."""
+    if token is not None:
+        sums = token.floats(sums)
     if scale is not None:
         sums = sums * (scale if lanes is None else scale.shuffle(lanes))
+    if token is not None:
+        sums = sums * token.scale
     if bias is not None:
         sums = sums + (bias if lanes is None else bias.shuffle(lanes))
     return sums

@@ -159,8 +159,10 @@ class Multiply:
     @property
     def operations(self) -> int:
         """Additions and multiplications of one repetition."""
-        _, plan = self._plan()
-        return sum(2 * 32 * plan.rows * plan.blocks * tile.tokens for tile in plan.passes[0].tiles)
+        isa, plan = self._plan()
+        return sum(
+            2 * isa.chunk * plan.rows * plan.blocks * tile.tokens for tile in plan.passes[0].tiles
+        )
 
     def _plan(self) -> tuple[TileIsa, TilePlan]:
         isa = isas.by_name(self.isa)

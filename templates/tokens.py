@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import Builder, Module, Value, f16, f32, i16, i32, i64, ptr, vec
+from expertile.codegen.ir import Builder, L, Module, Value, f16, f32, i16, i32, i64, ptr, vec
 from expertile.codegen.layouts import CHUNK, GROUP, round_to_bf16
 
 _Words = vec(i32, GROUP)
@@ -28,23 +29,29 @@ class Gather:
     def name(self) -> str:
         return f"gather_{self.dtype}_h{self.hidden}"
 
+    def parameters(self) -> dict[str, L.Type]:
+        return {"x": ptr, "token": ptr, "count": i64, "row_bytes": i64, "group": ptr}
+
     def ir(self) -> str:
         module = Module(self.name)
-        parameters = {"x": ptr, "token": ptr, "count": i64, "row_bytes": i64, "group": ptr}
         full, rest = divmod(self.hidden, CHUNK)
         parts = [(0, full)] + ([(full, full + 1)] if rest else [])
-        with module.function(self.name, parameters) as (b, arg):
+        with module.function(self.name, self.parameters()) as (b, arg):
 
             def row(token: Value) -> Value:
-                return arg.x.at(arg.token.at(token * 4).load(i32).to(i64) * arg.row_bytes)
+                return self.row(arg, token)
 
             def read(address: Value, chunk: Value, part: int) -> Value:
-                return self._words(b, address, chunk, rest if part else CHUNK)
+                return self.words(b, address, chunk, rest if part else CHUNK)
 
             isas.by_name(self.isa).layout.pack(b, arg.count, row, parts, read, arg.group)
         return str(module)
 
-    def _words(self, b: Builder, address: Value, chunk: Value, valid: int) -> Value:
+    def row(self, arg: SimpleNamespace, token: Value) -> Value:
+        """The address of a token."""
+        return arg.x.at(arg.token.at(token * 4).load(i32).to(i64) * arg.row_bytes)
+
+    def words(self, b: Builder, address: Value, chunk: Value, valid: int) -> Value:
         """32 elements of a token as 16 words of bf16 pairs, zero from `valid` on."""
         element = {"bf16": i16, "f16": f16, "f32": f32}[self.dtype]
         size = 4 if self.dtype == "f32" else 2

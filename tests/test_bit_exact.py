@@ -254,9 +254,10 @@ def emulate_amx() -> None:
     """From here on this process has AMX, as far as Expertile can tell."""
     amx_emulator.install()
     target = amx_target("sapphirerapids")
-    amx: Any = isas.by_name("amx")
-    amx.target = lambda: target
-    amx.unavailable = lambda: None
+    for name in ("amx", "amx_int8"):
+        amx: Any = isas.by_name(name)
+        amx.target = lambda: target
+        amx.unavailable = lambda: None
 
 
 _STORE_CONFIGURATION = bytes.fromhex("c4e2794907c3")  # sttilecfg [rdi]; ret

@@ -9,10 +9,23 @@ from importlib import import_module
 from expertile.codegen.errors import CodegenError
 from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 
-__all__ = ["BTile", "Pass", "TileIsa", "TilePlan", "Variant", "by_name", "names", "select"]
+__all__ = [
+    "BTile",
+    "Pass",
+    "TileIsa",
+    "TilePlan",
+    "Variant",
+    "by_name",
+    "for_bytes",
+    "names",
+    "select",
+]
 
 _MODULES = ("amx", "avx512_bf16", "portable", "portable_exact")
 """In order of preference; `portable` runs everywhere, so what follows it is only used when asked for."""
+_BYTES = ("amx_int8", "avx512_vnni", "portable_int8")
+"""Those that multiply bytes, likewise."""
+_BESIDE = dict(zip(_MODULES, (*_BYTES, _BYTES[-1]), strict=True))
 
 
 def names() -> tuple[str, ...]:
@@ -22,12 +35,22 @@ def names() -> tuple[str, ...]:
 
 @cache
 def by_name(name: str) -> TileIsa:
-    """The ISA called `name`. Raises CodegenError for an unknown name."""
-    if name not in _MODULES:
-        raise CodegenError(f"ISA: expected one of {', '.join(_MODULES)}, got {name!r}")
+    """The ISA called `name`, one of those that multiply bytes included. Raises CodegenError for an unknown name."""
+    if name not in _MODULES + _BYTES:
+        raise CodegenError(f"ISA: expected one of {', '.join(_MODULES + _BYTES)}, got {name!r}")
     isa = import_module(f"expertile.codegen.isa.{name}").ISA
     assert isinstance(isa, TileIsa)
     return isa
+
+
+@cache
+def for_bytes(name: str) -> str:
+    """The ISA that multiplies int8 rows by int8 tokens where `name` multiplies bf16; itself if it is one already.
+
+    That is the one beside it, or the next best where the machine lacks that one. All give the same bits.
+    """
+    first = _BYTES.index(_BESIDE.get(name, name))
+    return next(each for each in _BYTES[first:] if by_name(each).unavailable() is None)
 
 
 @cache
@@ -38,6 +61,9 @@ def select() -> TileIsa:
     """
     forced = os.environ.get("EXPERTILE_ISA", "")
     if forced:
+        if forced in _BYTES:
+            expected = ", ".join(_MODULES)
+            raise CodegenError(f"EXPERTILE_ISA: expected one of {expected}, got {forced!r}")
         isa = by_name(forced)
         reason = isa.unavailable()
         if reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from expertile.codegen import cpu, vectors
 from expertile.codegen.compiler import Target
@@ -32,6 +33,7 @@ class Amx(TileIsa):
     block_tokens = 64
     sum_bytes = 4
     summary = "AMX tiles, TDPBF16PS"
+    product: ClassVar[str] = "tdpbf16ps"
     # Some processor models make LLVM break anti-dependencies after register allocation, by renaming registers: tiles
     # too, and then a tile has another tile's shape. A virtual machine may name such a processor on a CPU with AMX.
     tuning = "sapphirerapids"
@@ -138,7 +140,7 @@ class Amx(TileIsa):
         return number
 
     def dot(self, b: Builder, c: int, a: int, v: int) -> None:
-        b.call("llvm.x86.tdpbf16ps", void, [_tile(c), _tile(a), _tile(v)])
+        b.call(f"llvm.x86.{self.product}", void, [_tile(c), _tile(a), _tile(v)])
 
     def save(self, b: Builder, plan: TilePlan, c: int, tile: BTile, into: Value) -> None:
         b.call("llvm.x86.tilestored64", void, [_tile(c), into, b.const(i64, 4 * tile.tokens)])

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from expertile.codegen.compiler import Target
 from expertile.codegen.ir import Builder, Value
-from expertile.codegen.layouts import GROUP, OperandLayout
+from expertile.codegen.layouts import CHUNK, GROUP, OperandLayout
 from expertile.codegen.vectors import PLAIN, Vectors
 
 
@@ -62,7 +62,7 @@ class Variant:
     together: bool = True
     """Whether gate and up share their passes; otherwise they take turns, row block by row block."""
     k_block: int = 0
-    """k's, a multiple of 32, that all rows of a panel are multiplied by before the next ones; 0: all."""
+    """k's, whole chunks, that all rows of a panel are multiplied by before the next ones; 0: all."""
     panel: int = GROUP
     """Rows of each matrix that share a block of k while it is in L1: a divisor of 16, a multiple of `rows`."""
     staged: bool = False
@@ -108,6 +108,10 @@ class TileIsa(ABC):
 
     name: ClassVar[str]
     layout: ClassVar[OperandLayout]
+    chunk: ClassVar[int] = CHUNK
+    """k's in a chunk: in 64 bytes of a row or of a token."""
+    bytes: ClassVar[bool] = False
+    """Whether rows and tokens are int8 and sums int32, instead of bf16 and fp32: see `isa.bytes`."""
     summary: ClassVar[str]
     """One line for `expertile doctor`."""
     multiply_cycles: ClassVar[float]
@@ -131,6 +135,14 @@ class TileIsa(ABC):
     def vectors(self) -> Vectors:
         """What weights are decoded with."""
         return PLAIN
+
+    def chunks(self, k: int) -> int:
+        """Chunks that hold k elements."""
+        return -(-k // self.chunk)
+
+    def operand_bytes(self, k: int) -> int:
+        """Bytes that a token takes in an operand of k k's."""
+        return 64 * self.chunks(k)
 
     @abstractmethod
     def unavailable(self) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from expertile.codegen.ir import Builder, Value, Var, f32, i32, vec
+from expertile.codegen.ir import Builder, L, Value, Var, f32, i32, vec
 from expertile.codegen.isa.base import BTile, Pass, TileIsa, TilePlan, Variant
 from expertile.codegen.layouts import GROUP, RowLayout
 
@@ -28,6 +28,8 @@ class DotIsa(TileIsa):
 
     layout = RowLayout()
     sum_bytes = 64
+    sums: ClassVar[L.VectorType] = Sums
+    """What a C element is while it is summed up."""
     registers = True
     shapes: ClassVar[tuple[tuple[int, int], ...]]
     """Rows (of all matrices) and tokens of a pass: as many sums stay in registers."""
@@ -92,8 +94,8 @@ class DotIsa(TileIsa):
     def accumulators(
         self, b: Builder, plan: TilePlan, tile: BTile, block: int, column: int
     ) -> list[list[Var]]:
-        zero = b.zero(Sums)
-        return [[b.var(Sums, zero) for _ in range(tile.tokens)] for _ in range(plan.rows)]
+        zero = b.zero(self.sums)
+        return [[b.var(self.sums, zero) for _ in range(tile.tokens)] for _ in range(plan.rows)]
 
     def load_a(
         self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
@@ -123,7 +125,7 @@ class DotIsa(TileIsa):
         self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, source: Value
     ) -> None:
         for number, sum_ in enumerate(sum_ for row in c for sum_ in row):
-            sum_.set(source.at(64 * number).load(Sums))
+            sum_.set(source.at(64 * number).load(self.sums))
 
     def store(
         self, b: Builder, plan: TilePlan, c: list[list[Var]], tile: BTile, into: Value, row: Value

@@ -16,6 +16,7 @@ from expertile.codegen.ir import Builder, Value, i8, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Vectors
 from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.in_place import InPlace
 from expertile.templates.formats.quantized import (
     SCALE_BYTES,
     Floats,
@@ -72,8 +73,21 @@ class Int8(Quantized):
         codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
         return vectors.pack_bf16(b, *load_integers(b, codes))
 
+    def in_place(self) -> Int8InPlace:
+        """The format of the same matrix where bytes are multiplied."""
+        return Int8InPlace(self.row_bytes, self.scale_row_bytes, self.scale)
+
     def row_scale(self, b: Builder, matrix: Matrix, rows: int) -> Value | None:
         return row_numbers(b, matrix.scales, self.scale_row_bytes, self.scale, rows)
+
+
+@dataclass(frozen=True)
+class Int8InPlace(InPlace, Int8):
+    """The same for a machine that multiplies bytes (W8A8): its rows are tiles as they lie."""
+
+    row_bytes: int = 0
+    name = "int8_in_place"
+    element = i8
 
 
 @dataclass(frozen=True)
