@@ -118,7 +118,8 @@ class OperandLayout(ABC):
         """Gather `tokens` (1…16, i64) tokens into `group`.
 
         `row(t)` is what there is to know about token t, such as its address; it may be asked again for the last one.
-        `read(row, chunk, part)` are a token's 16 words of a chunk, where `part` is the index of the range in `chunks` (pairs first, end) the chunk comes from: full chunks and the masked tail differ.
+        `read(row, chunk, part)` are a token's 16 words of a chunk, where `part` is the index of the range in `chunks`
+        (first, end) the chunk comes from: full chunks and the masked tail differ.
         """
 
     @abstractmethod

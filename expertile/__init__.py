@@ -72,8 +72,8 @@ def fused_experts(
     gate: "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_clamp", or a :class:`Gate` such as
         `swiglu_oai(alpha=1.702, limit=7.0)`.
     gate_up_bias, down_bias: `[E, 2I]` and `[E, H]`, bf16 or fp32, in the order of the weights' rows.
-    activations: "bf16", or "int8" to quantise hidden states and intermediate to 8 bits, each token with its own scale, and
-        multiply bytes; for int8 weights with a scale for each row. Faster, and about 2.6e-2 off (docs/formats-w8a8.md).
+    activations: "bf16", or "int8" to quantise hidden states and intermediate to 8 bits, each token with its own scale,
+        and multiply bytes: for int8 weights with a scale for each row. Faster, and about 2.6e-2 off.
 
     Returns `[T, H]` of x's dtype. Products are accumulated in fp32, the intermediate is rounded to bf16 once, and the
     experts of a token are summed in fp32 in ascending order: the result of a token depends neither on the number of

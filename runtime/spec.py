@@ -195,7 +195,9 @@ class LayerKernels:
                 Transposed(down.row_bytes, outputs=128, interleaved=False),
             )
         if self._bytes:
-            gate_up, down = (format_.in_place() for format_ in self.stored)  # type: ignore[attr-defined]
+            assert isinstance(gate_up, Int8)
+            assert isinstance(down, Int8)
+            gate_up, down = gate_up.in_place(), down.in_place()
         return gate_up.every(self._step), down
 
     def gate_up(self, tokens: int, blocks: int = 1) -> ExpertKernel:

@@ -2,10 +2,10 @@
 
 From the numbers x of a token, which are bf16, in fp32:
 
-    amax = max |x|        scale = amax / 127        inverse = 127 / amax        q = x · inverse, to the nearest even integer
+    amax = max |x|     scale = amax / 127     inverse = 127 / amax     q = x · inverse, to the nearest (even) integer
 
-A token whose amax is below 2⁻¹¹⁹ counts as zero: its scale and its q are 0 (so that no scale is denormal). If there is a
-NaN or an infinity in it, the scale is NaN, and so will be all that is computed from it.
+A token whose amax is below 2⁻¹¹⁹ counts as zero: its scale and its q are 0 (so that no scale is denormal). If there is
+a NaN or an infinity in it, the scale is NaN, and so will be all that is computed from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The two expert projections: gate/up with the gate function fused, and down with the weighted sum fused.
 
 Both multiply 16-row blocks of weights by a block of up to 32 or 64 tokens (the operand, laid out by the ISA's layout),
-over all of K, as bf16, or as int8 on an ISA that multiplies bytes.  The C tiles go to per-thread scratch that stays in L1, where the epilogue finds them:
+over all of K: bf16 by bf16, or int8 by int8 on an ISA that multiplies bytes.  The C tiles go to per-thread scratch that
+stays in L1, where the epilogue finds them:
 
     GateUp   h = gate(g + bias, u + bias), rounded to bf16 and written as the operand of the down projection
     Down     sum[token] += router weight · (y + bias), as rows of tokens again

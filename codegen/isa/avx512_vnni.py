@@ -1,7 +1,7 @@
 """AVX-512 VNNI: VPDPBUSD, which multiplies unsigned bytes by signed ones, four to a lane (SDM vol. 2).
 
-Rows become unsigned by adding 128 to each byte, which is flipping its highest bit.  A sum is then too large by 128 times
-the sum of the token's bytes.
+Rows become unsigned by adding 128 to each byte, which is flipping its highest bit.  A sum is then too large by 128
+times the sum of the token's bytes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each is a second machine beside one that multiplies bf16: the same registers and layouts, four bytes in a 32-bit word
 instead of a pair, and so 64 k's in a chunk.  As the sums are exact, all of them give the same bits.
 
-An operand has room for the bf16 numbers that its bytes were made from, in the same place.  Of that, the chunk behind the
-last one says what the sums have yet to go through; in words of the layout:
+An operand has room for the bf16 numbers that its bytes may have been made from, in the same place.  The chunk behind
+the last one says what the sums have yet to go through; in words of the layout:
 
     word 0   fp32: the scale of the token
     word 1   int32, where `offsets` is true: what a row of zeros gives, and so every C element has too much

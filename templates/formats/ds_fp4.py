@@ -1,7 +1,7 @@
 """ds_fp4: the experts of DeepSeek-V4 checkpoints, which are mxfp4 under other tensor types.
 
-codes    int8 [N, K/2], element 2i in the low half of byte i, element 2i + 1 in the high half
-scales   float8_e8m0fnu, or the same as uint8, [N, K/32]
+    codes    int8 [N, K/2], element 2i in the low half of byte i, element 2i + 1 in the high half
+    scales   float8_e8m0fnu, or the same as uint8, [N, K/32]
 """
 
 from __future__ import annotations

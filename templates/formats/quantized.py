@@ -219,9 +219,7 @@ def load_number(b: Builder, address: Value, dtype: str) -> Value:
 
 def splat_number(b: Builder, address: Value, dtype: str) -> Value:
     """The scale at an address in 16 fp32 lanes."""
-    if (
-        dtype == "bfloat16"
-    ):  # straight from memory, in every other i16 lane; the way by a scalar is a longer one
+    if dtype == "bfloat16":  # straight from memory, in every other i16 lane; the way by a scalar is a longer one
         words = b.splat(address.load(i16), CHUNK).bitcast(vec(i32, GROUP))
         return (words << 16).bitcast(Floats)
     if dtype == "float16":
@@ -274,9 +272,7 @@ def scaled_table(
     that occur take up a few lines of cache: a load instead of multiplying and rounding.
     """
     with np.errstate(over="ignore"):  # to infinity, as in a kernel
-        products = np.outer(_TABLES[dtype], np.tile(values, lanes // len(values))).astype(
-            np.float32
-        )
+        products = np.outer(_TABLES[dtype], np.tile(values, lanes // len(values))).astype(np.float32)
     tables = b.constant_bytes(round_values(products).tobytes())
     at = address.load(i8).zext(i64) * (2 * lanes)
     return tables.at(at).load(vec(i16, lanes), align=2 * lanes)
