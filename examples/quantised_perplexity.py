@@ -45,7 +45,7 @@ CONFIG = {
     "vocab_size": 256,
     "hidden_size": 256,  # both widths of the experts are multiples of 256, the block of q4_K
     "moe_intermediate_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -54,9 +54,10 @@ CONFIG = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.01,
     "tie_word_embeddings": True,
+    "initializer_range": 0.05,
 }
 CONTEXT = 256  # bytes
-BATCH = 16  # sequences
+BATCH = 8  # sequences
 AGREEMENT = 5e-3
 """How far apart the two perplexities may be, relatively: rounding differs, and now and then so does a token's route."""
 
@@ -246,7 +247,7 @@ def trained(path: Path | None, text: Tensor, steps: int) -> Qwen3MoeForCausalLM:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG))
     if path is not None and path.exists():
         model.load_state_dict(torch.load(path))
-        notes.print(f"the model comes from {path}: not trained again")
+        notes.print(f"the model in {path} is not trained again", soft_wrap=True)
     else:
         train(model, text, steps)
         if path is not None:
@@ -256,8 +257,8 @@ def trained(path: Path | None, text: Tensor, steps: int) -> Qwen3MoeForCausalLM:
 
 def train(model: Qwen3MoeForCausalLM, text: Tensor, steps: int) -> None:
     """Train on `steps` batches of sequences from anywhere in the text."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     windows = text.unfold(0, CONTEXT, 1)
     model.train()
     with progress("bits/byte") as bar:
@@ -373,7 +374,7 @@ def table(rows: list[Row]) -> Table:
 
 def main(
     formats: Annotated[str, typer.Option(help="Formats, separated by commas.")] = ",".join(FORMATS),
-    steps: Annotated[int, typer.Option(help="Training steps, if it is to be trained.")] = 400,
+    steps: Annotated[int, typer.Option(help="Training steps, if it is to be trained.")] = 800,
     model: Annotated[Path | None, typer.Option(help="File of the trained model.")] = None,
     sequences: Annotated[int, typer.Option(help="Held-out sequences of 256 bytes.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,

@@ -9,6 +9,11 @@ module, the hidden states and the routing. Here it is :func:`experts_forward`: o
 :func:`expertile.fused_experts` on the weights that the module holds at that moment. How the weights
 lie and which gate is between them is read from the flags that the decorator sets, from `act_fn` and
 from `_apply_gate`. A module that says anything this file does not know is refused, by name.
+
+Experts in FP8 (`FP8Experts`) are run as they are stored. So that a model loaded on a CPU has such,
+and those of gpt-oss in mxfp4, name the implementation when loading:
+
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="expertile")
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expertile import fused_experts, silu_clamp, swiglu_oai
+from expertile.runtime import operator
 from expertile.templates.gates import Gate, by_name
 
 try:
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
     _DECORATOR = inspect.signature(use_experts_implementation).parameters
@@ -37,6 +44,13 @@ except ImportError as error:
         f"expertile.transformers needs Transformers 5.7 or later ({error}): "
         "pip install 'expertile[transformers]'"
     ) from error
+
+from expertile._transformers_quantized import (  # noqa: E402
+    Mxfp4ExpertsInterface,
+    Stored,
+    keep_experts,
+    stored,
+)
 
 __all__ = ["experts_forward"]
 
@@ -56,21 +70,42 @@ def experts_forward(
     constants: changing them later changes nothing in a compiled model.
     """
     layer = _layers[_layer_number(module)]
-    down: Tensor = module.down_proj  # type: ignore[assignment]
     if module.__dict__.get("_is_expert_parallel"):
-        top_k_index = top_k_index.masked_fill(top_k_index == down.shape[0], -1)
-    return fused_experts(
+        experts: int = module.num_experts  # type: ignore[assignment]
+        top_k_index = top_k_index.masked_fill(top_k_index == experts, -1)
+    gate_up_bias = getattr(module, layer.first + "_bias") if layer.has_bias else None
+    down_bias: Tensor | None = module.down_proj_bias if layer.has_bias else None  # type: ignore
+    if layer.quantized is None:
+        return fused_experts(
+            hidden_states,
+            getattr(module, layer.first),
+            module.down_proj,  # type: ignore[arg-type]
+            top_k_index,
+            top_k_weights,
+            gate=layer.gate,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            interleaved=layer.interleaved,
+            transposed=layer.transposed,
+        )
+    # The operator takes what the module holds now, also while torch.compile records.
+    first, down = layer.quantized
+    output: Tensor = torch.ops.expertile.fused_experts(
         hidden_states,
-        getattr(module, layer.first),
-        down,
+        first.tensors(module),
+        down.tensors(module),
         top_k_index,
         top_k_weights,
-        gate=layer.gate,
-        gate_up_bias=getattr(module, layer.first + "_bias") if layer.has_bias else None,
-        down_bias=module.down_proj_bias if layer.has_bias else None,  # type: ignore[arg-type]
-        interleaved=layer.interleaved,
-        transposed=layer.transposed,
+        [] if gate_up_bias is None else [gate_up_bias],
+        [] if down_bias is None else [down_bias],
+        layer.gate.name,
+        layer.gate_parameters,
+        layer.interleaved,
+        layer.transposed,
+        first.format,
+        down.format,
     )
+    return output
 
 
 @dataclass(frozen=True)
@@ -83,6 +118,13 @@ class _Layer:
     has_bias: bool
     interleaved: bool
     transposed: bool
+    quantized: tuple[Stored, Stored] | None
+    """How the two projections are stored if they are not plain tensors."""
+
+    @property
+    def gate_parameters(self) -> list[float]:
+        """As the operator takes them."""
+        return operator.parameters(self.gate)
 
 
 _FLAGS = {
@@ -94,7 +136,7 @@ _FLAGS = {
 }
 """The flags that are understood, each with what it is in versions of Transformers without it."""
 
-_PARAMETERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
+_PARAMETERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
 """The attributes in which modules with a gate of their own keep its parameters."""
 
 _SETTINGS = ("_apply_gate", *_FLAGS, *_PARAMETERS)
@@ -120,6 +162,7 @@ def _layer_number(module: nn.Module) -> int:
         getattr(type(module), "_apply_gate", None),
         attributes.get("act_fn") if activation is None else type(activation),
         *map(attributes.get, _SETTINGS),
+        *_storage(module),
     )
     number = _numbers.get(settings)
     if number is None:
@@ -130,17 +173,45 @@ def _layer_number(module: nn.Module) -> int:
     return number
 
 
+def _storage(module: nn.Module) -> tuple[Any, ...]:
+    """What says how the weights of a module are stored, as far as they may be quantised."""
+    parameters = module._parameters
+    codes = parameters.get("gate_up_proj", parameters.get("up_proj"))
+    if codes is None or codes.dtype is torch.bfloat16:
+        return ()
+    block = module.__dict__.get("block_size")
+    found = (parameters.get("down_proj"), *map(parameters.get, _SCALES))
+    dtypes = (None if tensor is None else tensor.dtype for tensor in found)
+    return block and tuple(block), codes.dtype, codes.shape, *dtypes
+
+
+_SCALES = ("gate_up_proj_scale_inv", "up_proj_scale_inv", "down_proj_scale_inv")
+
+
 def _read_layer(module: nn.Module) -> _Layer:
     """Work out the layer. Raises NotImplementedError for a setting that is not supported."""
     flags = _read_flags(module)
     has_gate, interleaved = flags["has_gate"], not flags["is_concatenated"]
+    first = "gate_up_proj" if has_gate else "up_proj"
     return _Layer(
         gate=_read_gate(module, interleaved) if has_gate else _read_ungated(module),
-        first="gate_up_proj" if has_gate else "up_proj",
+        first=first,
         has_bias=flags["has_bias"],
         interleaved=has_gate and interleaved,
         transposed=flags["is_transposed"],
+        quantized=_read_quantized(module, first),
     )
+
+
+def _read_quantized(module: nn.Module, first: str) -> tuple[Stored, Stored] | None:
+    try:
+        gate_up = stored(module, first, first == "gate_up_proj")
+        down = stored(module, "down_proj", False)
+    except ValueError as error:
+        _refuse(module, str(error))
+    if gate_up is None or down is None:
+        return None
+    return gate_up, down
 
 
 def _read_flags(module: nn.Module) -> dict[str, bool]:
@@ -225,6 +296,15 @@ def _clamped(limit_name: str) -> Callable[[nn.Module], _Recipe]:
     return read
 
 
+def _fp8(module: nn.Module) -> _Recipe:
+    """The gate of FP8Experts, which is that of the model whose experts they replace."""
+    if getattr(module, "swiglu_alpha", None) is not None:
+        return _oai("swiglu_alpha", "swiglu_limit")(module)
+    if getattr(module, "limit", None) is not None and _read_activation(module) == "silu":
+        return _clamped("limit")(module)
+    return _plain(module)
+
+
 def _oai(alpha_name: str, limit_name: str) -> Callable[[nn.Module], _Recipe]:
     """swiglu_oai, with its parameters in the attributes called `alpha_name` and `limit_name`."""
 
@@ -245,6 +325,7 @@ _GATES: dict[str, Callable[[nn.Module], _Recipe]] = {
     "BeamExperts._apply_gate": _plain,  # in fp32 there, as always here
     "DeepseekV4Experts._apply_gate": _clamped("limit"),
     "Glm5NextTextExperts._apply_gate": _clamped("swiglu_limit"),
+    "FP8Experts._apply_gate": _fp8,
     "GptOssExperts._apply_gate": _oai("alpha", "limit"),
     "HYV4Experts._apply_gate": _clamped("swiglu_limit"),
     "HYV4VLExperts._apply_gate": _clamped("swiglu_limit"),
@@ -291,10 +372,15 @@ def _origin(item: Any) -> tuple[str, str]:
 
 
 def _refuse(module: nn.Module, reason: str) -> NoReturn:
+    how = "such as model.set_experts_implementation('grouped_mm')"
+    if any(name.endswith(("_scale_inv", "_scales")) for name in module._parameters):
+        how = "when loading it: from_pretrained(..., experts_implementation='grouped_mm')"
     raise NotImplementedError(
         f"expertile cannot run {type(module).__name__}: {reason}. Choose another implementation "
-        "for this model, such as model.set_experts_implementation('grouped_mm')."
+        f"for this model, {how}."
     )
 
 
-ExpertsInterface.register("expertile", experts_forward)
+for _interface in (ExpertsInterface, FP8ExpertsInterface, Mxfp4ExpertsInterface):
+    _interface.register("expertile", experts_forward)
+keep_experts()

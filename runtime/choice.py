@@ -63,7 +63,8 @@ def _offered(kernel: ExpertKernel) -> list[Variant]:
     isa, format_ = isas.by_name(kernel.isa), kernel.format
     decoded = isinstance(format_, ByRows) and not format_.direct
     offered = (isa.decoding if decoded else isa.variants)(kernel.tokens, kernel.matrices)
-    return [_fitting(kernel, variant) for variant in offered]
+    unit = isa.chunk * (format_.unit if isinstance(format_, ByRows) else 1)
+    return [_fitting(kernel, variant) for variant in offered if variant.k_block % unit == 0]
 
 
 def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:

@@ -1,28 +1,31 @@
 """`torch.ops.expertile.fused_experts`: the layer as a PyTorch operator, so that torch.compile(fullgraph=True) keeps it.
 
 Registered through torch.library.Library with a fake kernel (the `custom_op` decorator costs a second at first use and
-9 µs a call).  Weights are lists, for separate gate and up tensors or one tensor an expert, of which this version takes
-lists of one.  Gates travel as their name and their parameters.
+9 µs a call).  Gates travel as their name and their parameters.  Weights are the tensors they consist of, and a text with
+a line for each matrix (two for a pair): empty for a plain tensor, see `descriptions` for :class:`ExpertWeights`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from expertile.runtime import checks, layer
+from expertile.runtime import checks, descriptions, layer
 from expertile.runtime.errors import ArgumentError
-from expertile.runtime.matrices import LayerWeights
+from expertile.runtime.matrices import LayerWeights, Matrix
+from expertile.runtime.weights import ExpertWeights, rebuild
 from expertile.templates import gates
 from expertile.templates.gates import Gate
 
 _SCHEMA = (
     "fused_experts(Tensor x, Tensor[] gate_up, Tensor[] down, Tensor topk_ids, Tensor topk_weights, "
     'Tensor[] gate_up_bias, Tensor[] down_bias, str gate="silu", float[] gate_parameters=[], '
-    "bool interleaved=False, bool transposed=False) -> Tensor"
+    'bool interleaved=False, bool transposed=False, str gate_up_format="", str down_format="", '
+    'str activations="bf16") -> Tensor'
 )
 
 _library = torch.library.Library("expertile", "DEF")
@@ -39,6 +42,24 @@ def _one(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _optional(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return _one(name, tensors) if tensors else None
+
+
+def _matrices(name: str, tensors: Sequence[torch.Tensor], text: str) -> list[Matrix]:
+    """The matrices that a list of tensors makes up."""
+    lines = text.split("\n")
+    if lines == [""]:
+        return [_one(name, tensors)]
+    counts = [descriptions.decode(f"{name}_format", line).count if line else 1 for line in lines]
+    if sum(counts) != len(tensors):
+        raise ArgumentError(
+            f"{name}: expected {sum(counts)} tensors, as {name}_format says, got {len(tensors)}"
+        )
+    rest = iter(tensors)
+    parts = [list(itertools.islice(rest, count)) for count in counts]
+    return [
+        rebuild(name, line, part) if line else part[0]
+        for line, part in zip(lines, parts, strict=True)
+    ]
 
 
 def parameters(gate: Gate) -> list[float]:
@@ -69,15 +90,23 @@ def _compute(
     gate_parameters: Sequence[float] = (),
     interleaved: bool = False,
     transposed: bool = False,
+    gate_up_format: str = "",
+    down_format: str = "",
+    activations: str = "bf16",
 ) -> torch.Tensor:
+    first = _matrices("gate_up", gate_up, gate_up_format)
+    second = _matrices("down", down, down_format)
+    if len(second) != 1:
+        raise ArgumentError(f"down_format: expected one line, got {len(second)}")
     weights = LayerWeights(
-        _one("gate_up", gate_up),
-        _one("down", down),
+        first[0] if len(first) == 1 else tuple(first),  # type: ignore[arg-type]
+        second[0],
         _optional("gate_up_bias", gate_up_bias),
         _optional("down_bias", down_bias),
         gate_from(gate, gate_parameters),
         interleaved,
         transposed,
+        activations,
     )
     return layer.run(x, weights, topk_ids, topk_weights)
 
@@ -111,15 +140,16 @@ _library.impl("fused_experts", _compute, "CPU")
 torch.library.register_fake("expertile::fused_experts", _fake, lib=_library)
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, ExpertWeights, type(None)})
 """Types of arguments whose data is where `data_ptr()` says."""
 
 
-def _subclassed(tensors: Sequence[object]) -> bool:
-    """Whether there are subclasses among tensors; what is no tensor at all is for the checks."""
-    if _PLAIN.issuperset(map(type, tensors)):
+def _subclassed(arguments: Sequence[object]) -> bool:
+    """Whether there are subclasses of Tensor among arguments; what is no tensor at all is for the checks."""
+    if _PLAIN.issuperset(map(type, arguments)):
         return False
-    return all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors)
+    known = torch.Tensor, ExpertWeights, type(None)
+    return all(isinstance(each, known) for each in arguments)
 
 
 def fused_experts(
@@ -133,34 +163,43 @@ def fused_experts(
     That is while torch.compile, torch.export or a dispatch mode (fake tensors, make_fx) records, and for subclasses of
     Tensor, which may have no data at all.
     """
-    tensors = (x, topk_ids, topk_weights, *weights[:4])
+    gate_up = weights.gate_up
+    first = gate_up if isinstance(gate_up, tuple) else (gate_up,)
+    arguments = (x, topk_ids, topk_weights, *first, *weights[1:4])
     recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    call = _record if recording or _subclassed(tensors) else layer.run
-    return call(x, weights, topk_ids, topk_weights)
-
-
-def _record(
-    x: torch.Tensor,
-    weights: LayerWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
-    """A call of the operator."""
+    if not (recording or _subclassed(arguments)):
+        return layer.run(x, weights, topk_ids, topk_weights)
     gate = weights.gate
-    name = gate if isinstance(gate, str) else gate.name
-    values = [] if isinstance(gate, str) else parameters(gate)
     output = torch.ops.expertile.fused_experts(
         x,
-        [weights.gate_up],
-        [weights.down],
+        _tensors(first),
+        _tensors([weights.down]),
         topk_ids,
         topk_weights,
         [] if weights.gate_up_bias is None else [weights.gate_up_bias],
         [] if weights.down_bias is None else [weights.down_bias],
-        name,
-        values,
+        gate if isinstance(gate, str) else gate.name,
+        [] if isinstance(gate, str) else parameters(gate),
         weights.interleaved,
         weights.transposed,
+        _format(first),
+        _format([weights.down]),
+        weights.activations,
     )
     assert isinstance(output, torch.Tensor)
     return output
+
+
+def _tensors(matrices: Sequence[Matrix]) -> list[torch.Tensor]:
+    """All tensors of matrices; what is neither of the two is for the operator to refuse."""
+    found: list[torch.Tensor] = []
+    for matrix in matrices:
+        found += matrix.tensors if isinstance(matrix, ExpertWeights) else [matrix]
+    return found
+
+
+def _format(matrices: Sequence[Matrix]) -> str:
+    """What they are, as the operator takes it."""
+    return "\n".join(
+        matrix.description if isinstance(matrix, ExpertWeights) else "" for matrix in matrices
+    )

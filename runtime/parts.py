@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -25,6 +25,16 @@ class PartTensors:
     tensors: tuple[torch.Tensor, ...]
     stacked: bool
     """Whether it is one tensor, whose first dimension is the expert."""
+
+    @property
+    def given(self) -> Tensors:
+        """As a user passes them."""
+        return self.tensors[0] if self.stacked else self.tensors
+
+    @property
+    def number(self) -> int | None:
+        """How many tensors there are, for a list."""
+        return None if self.stacked else len(self.tensors)
 
     @property
     def experts(self) -> int:
@@ -86,6 +96,14 @@ class PartTensors:
     def step(self) -> int:
         """Bytes from expert to expert in a stacked tensor."""
         return self.tensors[0].stride(0) * self.tensors[0].element_size()
+
+    def signature(self) -> tuple[Hashable, ...]:
+        """Metadata of the first, which the others' are like, and the addresses of all."""
+        first = self.tensors[0]
+        return (
+            first.shape, first.stride(), first.dtype, first.layout, first.device, first.requires_grad,
+            torch.is_grad_enabled(), *map(torch.Tensor.data_ptr, self.tensors),
+        )  # fmt: skip
 
     def addresses(self, offset: int) -> ctypes.Array[ctypes.c_int64]:
         """A table of where each expert's tensor begins, and so many bytes further."""

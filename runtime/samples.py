@@ -11,9 +11,26 @@ from expertile.runtime.parts import collect
 from expertile.runtime.weights import ExpertWeights
 from expertile.templates.formats.quantized import Part, Quantized
 
+_BLOCK_NUMBERS = (1 << 22) + 33
 _BLOCK_BYTES = (1 << 23) + 64 * 257
-"""What is drawn at random, and then repeated. No multiple of a page, so that no two pages are alike for a host that
-merges those; a multiple of 64 · 257."""
+"""What is drawn at random, and then repeated: bf16 numbers, or bytes of codes. No multiple of a page, so that no two pages
+are alike for a host that merges those."""
+
+
+def random_bf16(*size: int, scale: float = 0.02, seed: int = 0) -> torch.Tensor:
+    """A tensor of bf16 numbers with that standard deviation, every page written."""
+    tensor = torch.empty(size, dtype=torch.bfloat16, device="cpu")
+    flat = tensor.view(-1)
+    length = min(flat.numel(), _BLOCK_NUMBERS)
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn(length, generator=generator, device="cpu").mul_(scale).bfloat16()
+    _repeat(block, flat)
+    return tensor
+
+
+def _repeat(block: torch.Tensor, into: torch.Tensor) -> None:
+    for first in range(0, len(into), len(block)):
+        into[first : first + len(block)] = block[: len(into) - first]
 
 
 def random_weights(scheme: Quantized, shape: tuple[int, int, int], seed: int = 0) -> ExpertWeights:
@@ -57,7 +74,5 @@ def _codes(generator: np.random.Generator, scheme: Quantized, size: int) -> torc
         scales = generator.uniform(0.005, 0.02, length // block).astype(np.float16)
         drawn.reshape(-1, block)[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
     tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
-    source = torch.from_numpy(drawn)
-    for first in range(0, size, length):
-        tensor[first : first + length] = source[: size - first]
+    _repeat(torch.from_numpy(drawn), tensor)
     return tensor

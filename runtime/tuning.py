@@ -27,10 +27,13 @@ from expertile.runtime import choice, layer
 from expertile.runtime.call import BUCKETS
 from expertile.runtime.choice import Size
 from expertile.runtime.errors import ArgumentError
-from expertile.runtime.matrices import LayerWeights
+from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.profile import Profile, Recorder
+from expertile.runtime.samples import random_bf16, random_weights
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
 from expertile.templates.expert import Down, ExpertKernel, GateUp
+from expertile.templates.formats import Quantized
+from expertile.templates.formats.base import WeightFormat
 
 PROJECTIONS = ("gate_up", "down")
 
@@ -319,7 +322,7 @@ class Calls:
     def _hidden_states(self, active: int) -> torch.Tensor:
         """So many that each of the active experts gets as many as the size says."""
         top_k = min(self._shape.top_k, active)
-        return _random(self._tokens * active // top_k, self._shape.hidden, scale=1.0)
+        return random_bf16(self._tokens * active // top_k, self._shape.hidden, scale=1.0)
 
     def _call(self, kernels: LayerKernels, active: int, x: torch.Tensor) -> Profile:
         """A call on the next `active` experts."""
@@ -334,39 +337,32 @@ class Calls:
 
 def _expert_count(spec: ExpertSpec, gib: float) -> int:
     """So many that there are `gib` GiB of weights, and what two tokens can choose without choosing the same."""
-    size = 2 * (spec.projections + 1) * spec.hidden * spec.intermediate
+    gate_up, down = spec.formats()
+    size = gate_up.matrix_bytes(spec.projections * spec.intermediate, spec.hidden)
+    size += down.matrix_bytes(spec.hidden, spec.intermediate)
     apart = max(1, min(2 * spec.top_k, _MOST_BYTES // size))
     return max(apart, math.ceil(gib * 2**30 / size))
 
 
 def _weights(spec: ExpertSpec) -> LayerWeights:
     columns = spec.projections * spec.intermediate
-    sizes = [(columns, spec.hidden), (spec.hidden, spec.intermediate)]
+    sizes = (columns, spec.hidden), (spec.hidden, spec.intermediate)
     gate_up, down = (
-        _random(spec.experts, *(reversed(size) if spec.transposed else size)) for size in sizes
+        _matrices(spec, format_, *size) for format_, size in zip(spec.formats(), sizes, strict=True)
     )
     widths = (columns, spec.gate_up_bias), (spec.hidden, spec.down_bias)
     biases = [
-        None if kind is None else _random(spec.experts, width).to(_BIAS_DTYPES[kind])
+        None if kind is None else random_bf16(spec.experts, width).to(_BIAS_DTYPES[kind])
         for width, kind in widths
     ]
     options = spec.gate, spec.interleaved, spec.transposed
     return LayerWeights(gate_up, down, *biases, *options)
 
 
+def _matrices(spec: ExpertSpec, format_: WeightFormat, rows: int, columns: int) -> Matrix:
+    if isinstance(format_, Quantized):
+        return random_weights(format_, (spec.experts, rows, columns))
+    return random_bf16(spec.experts, *((columns, rows) if spec.transposed else (rows, columns)))
+
+
 _BIAS_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-
-
-def _random(*size: int, scale: float = 0.02) -> torch.Tensor:
-    """bf16 numbers, every page written: a random block, repeated.
-
-    Its length is no multiple of a page, so that no two pages are alike for a host that merges those.
-    """
-    tensor = torch.empty(size, dtype=torch.bfloat16, device="cpu")
-    flat = tensor.view(-1)
-    length = min(flat.numel(), (1 << 22) + 33)
-    generator = torch.Generator().manual_seed(0)
-    block = torch.randn(length, generator=generator, device="cpu").mul_(scale).bfloat16()
-    for first in range(0, flat.numel(), length):
-        flat[first : first + length] = block[: flat.numel() - first]
-    return tensor

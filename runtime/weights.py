@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from expertile.runtime import gguf
+from expertile.runtime import descriptions, gguf
 from expertile.runtime.call import TABLE
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.parts import PartTensors, Tensors, collect
@@ -55,8 +55,14 @@ class ExpertWeights:
     shape: tuple[int, int, int]
     parts: dict[str, PartTensors]
     """By what they are: "codes", "scales", "factor"."""
+    description: str = field(init=False)
+    """Format and parts as :mod:`expertile.runtime.descriptions` writes them."""
     _places: dict[int, tuple[Place, ...]] = field(default_factory=dict, init=False)
     _tables: list[ctypes.Array[ctypes.c_int64]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        parts = tuple((name, part.number) for name, part in self.parts.items())
+        object.__setattr__(self, "description", descriptions.encode(self.scheme, parts))
 
     # Constructors ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +229,33 @@ class ExpertWeights:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has memory, and so addresses, of its own.
         return ExpertWeights, (self.scheme, self.shape, self.parts)
+
+
+def rebuild(name: str, text: str, tensors: Sequence[torch.Tensor]) -> ExpertWeights:
+    """The weights over these tensors, as many as their `description` says; `name` is the argument's, for messages.
+
+    Checked as by the constructors when such tensors, at such addresses, are first seen; then it takes microseconds.
+    """
+    parts, rest = {}, tuple(tensors)
+    described = descriptions.decode(name, text)
+    for part, number in described.parts:
+        end = 1 if number is None else number
+        parts[part], rest = PartTensors(f"{name} {part}", rest[:end], number is None), rest[end:]
+    key = text, *(part.signature() for part in parts.values())
+    known = _rebuilt.get(key)
+    if known:
+        return ExpertWeights(*known, parts)
+    given = {part: (found.name, found.given) for part, found in parts.items()}
+    checked = _assemble([described.scheme], **given)
+    if len(_rebuilt) >= _MOST_REBUILT:
+        _rebuilt.clear()
+    _rebuilt[key] = checked.scheme, checked.shape
+    return checked
+
+
+_rebuilt: dict[tuple[Any, ...], tuple[WeightFormat, tuple[int, int, int]]] = {}
+"""What has been checked: schemes and shapes, not the tensors, whose memory would never be freed."""
+_MOST_REBUILT = 4096
 
 
 # Schemes --------------------------------------------------------------------------------------------------------------

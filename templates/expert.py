@@ -123,14 +123,19 @@ class ExpertKernel(ABC):
         rows = [row + GROUP * i for i in range(count)]
         return [self.format.rows(matrix, first) for matrix in matrices for first in rows]
 
-    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Value]:
-        """Where the codes of those blocks begin, in as many parts of 16 rows."""
-        return [block.codes for block in self.row_blocks(matrices, row, count)]
+    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Matrix]:
+        """Where the memory of those blocks begins, in as many parts of 16 rows."""
+        return self.row_blocks(matrices, row, count)
+
+    @property
+    def rows_apart(self) -> int:
+        """Rows of memory from a row of a matrix to its next one."""
+        return 1
 
     @property
     def row_span(self) -> int:
         """Bytes of codes from a row to the next, of whatever matrix, where a format reads rows in place."""
-        return self.format.row_bytes
+        return self.format.row_bytes // self.rows_apart
 
     @abstractmethod
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
@@ -166,14 +171,16 @@ class GateUp(ExpertKernel):
         return ("gate", "up") if self.gate.gated else ("up",)
 
     @property
-    def row_span(self) -> int:
-        return self.format.row_bytes // self.bias_step
+    def rows_apart(self) -> int:
+        return self.bias_step
 
-    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Value]:
+    def streams(self, matrices: Sequence[Matrix], row: Value, count: int) -> list[Matrix]:
         parts = super().streams(matrices, row, count)
         if self.bias_step == 1:
             return parts
-        return [parts[0], parts[0].at(GROUP * self.row_span)]  # up lies between the gates
+        gates = parts[0]  # up lies between them
+        codes, scales = (span // 2 for span in self.format.offsets(GROUP))
+        return [gates, Matrix(gates.codes.at(codes), gates.scales.at(scales), gates.factor)]
 
     def epilogue(self, e: _Emitter, row: Value, rows: int, count: int, block: Value) -> None:
         for neighbour in range(count):
@@ -354,35 +361,43 @@ class _Rows:
 class _Source(ABC):
     """Where the A tiles of some blocks of 16 rows come from."""
 
+    unit = 1
+    """Chunks that are asked for together."""
+
     @property
     @abstractmethod
     def blocks(self) -> int:
         """How many."""
 
     @abstractmethod
-    def tile(
-        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
-    ) -> Any:
-        """One chunk of rows `top`… of a block, as A tile number `number` of the pass."""
+    def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
+        """A tiles of rows `top`… of some blocks, for `unit` chunks from `first` on."""
+
+
+_Tiles = Callable[[int, Value], Any]
+"""The A tile of a pass by its number and the chunk."""
 
 
 @dataclass(frozen=True)
 class _Memory(_Source):
-    """Rows in memory as they are multiplied, `stride` bytes apart, from chunk `first` on."""
+    """Rows in memory as they are multiplied, `stride` bytes apart, from chunk `start` on."""
 
     addresses: list[Value]
     stride: int
-    first: Value | int = 0
+    start: Value | int = 0
 
     @property
     def blocks(self) -> int:
         return len(self.addresses)
 
-    def tile(
-        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
-    ) -> Any:
-        address = self.addresses[block].at(top * self.stride).at((chunk - self.first) * 64)
-        return e.isa.load_a(e.b, plan, number, address, self.stride, e.variant.streaming)
+    def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
+        rows = [self.addresses[block].at(top * self.stride) for block in chosen]
+
+        def load(number: int, chunk: Value) -> Any:
+            address = rows[number].at((chunk - self.start) * 64)
+            return e.isa.load_a(e.b, plan, number, address, self.stride, e.variant.streaming)
+
+        return load
 
 
 @dataclass(frozen=True)
@@ -393,15 +408,22 @@ class _Codes(_Source):
     format: ByRows
 
     @property
+    def unit(self) -> int:  # type: ignore[override]
+        return self.format.unit
+
+    @property
     def blocks(self) -> int:
         return len(self.matrices)
 
-    def tile(
-        self, e: _Emitter, plan: TilePlan, number: int, block: int, top: Value, chunk: Value
-    ) -> Any:
-        matrix, rows = self.matrices[block], range(plan.rows)
-        decode = self.format.words
-        return e.isa.hold_a([decode(e.b, e.isa.vectors, matrix, top + row, chunk) for row in rows])
+    def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
+        decoders = [
+            [
+                self.format.decoder(e.b, e.isa.vectors, self.matrices[block], top + row, first)
+                for row in range(plan.rows)
+            ]
+            for block in chosen
+        ]
+        return lambda number, chunk: e.isa.hold_a([row(chunk) for row in decoders[number]])
 
 
 class _Emitter:
@@ -604,9 +626,11 @@ class _Emitter:
         """A k block of 16 rows, to rows `stride` bytes apart."""
         b, format_ = self.b, self.kernel.format
         assert isinstance(format_, ByRows)
-        with b.loop(0, GROUP) as row, b.loop(part.first, part.end) as chunk:
-            words = format_.words(b, self.isa.vectors, matrix, row, chunk)
-            into.at(row * stride + (chunk - part.first) * 64).store(words)
+        unit = format_.unit
+        with b.loop(0, GROUP) as row, b.loop(part.first, part.end, unit) as first:
+            decode = format_.decoder(b, self.isa.vectors, matrix, row, first)
+            with self._chunks(first, unit) as chunk:
+                into.at(row * stride + (chunk - part.first) * 64).store(decode(chunk))
 
     @contextmanager
     def _kept_blocks(self) -> Iterator[Value]:
@@ -635,9 +659,11 @@ class _Emitter:
                         if part.goes_on is not None:
                             with b.if_(part.goes_on):
                                 tokens.restore()
-                        with b.loop(part.first, part.end) as chunk:
-                            rows.stream.step()
-                            tokens.step(source, chosen, chunk)
+                        with b.loop(part.first, part.end, source.unit) as start:
+                            tiles = source.tiles(self, plan, chosen, top, start)
+                            with self._chunks(start, source.unit) as chunk:
+                                rows.stream.step()
+                                tokens.step(tiles, chunk)
                         if part.ends is None:
                             self._finish_pass(rows, tokens, chosen, top)
                             continue
@@ -649,10 +675,19 @@ class _Emitter:
 
     def _finish_pass(self, rows: _Rows, tokens: _Pass, chosen: range, top: Value) -> None:
         if rows.tails:
-            tokens.step(
-                _Memory(rows.tails, 64, rows.chunks), chosen, self.b.const(i64, rows.chunks)
-            )
+            last = self.b.const(i64, rows.chunks)
+            tails = _Memory(rows.tails, 64, rows.chunks)
+            tokens.step(tails.tiles(self, rows.plan, chosen, top, last), last)
         tokens.store(top)
+
+    @contextmanager
+    def _chunks(self, first: Value, count: int) -> Iterator[Value]:
+        """A loop over some chunks."""
+        if count == 1:
+            yield first
+            return
+        with self.b.loop(first, first + count) as chunk:
+            yield chunk
 
 
 class _KBlock:
@@ -699,10 +734,10 @@ class _Pass:
         )
         self._token, self._top = token, top
 
-    def step(self, source: _Source, chosen: range, chunk: Value) -> None:
-        """One chunk: the A tiles of blocks `chosen` times the operand's chunk number `chunk`."""
+    def step(self, tiles: _Tiles, chunk: Value) -> None:
+        """One chunk: the A tiles times the operand's chunk number `chunk`."""
         e, isa, b, plan = self.e, self.e.isa, self.e.b, self.plan
-        a = [source.tile(e, plan, i, block, self._top, chunk) for i, block in enumerate(chosen)]
+        a = [tiles(number, chunk) for number in range(plan.blocks)]
         for j, tile in enumerate(self.tiles):
             at = self.operands[j].at(chunk * (64 * e.groups[tile.group]))
             v = isa.load_b(b, plan, tile, j, at)
@@ -750,35 +785,52 @@ class _Stream:
     def __init__(self, e: _Emitter, plan: TilePlan, row: Value, count: int, chunks: int) -> None:
         kernel, b = e.kernel, e.b
         rows = GROUP * count
-        self.distances = e.variant.ahead
         span = kernel.format.code_bytes(kernel.inputs)
         adjacent = kernel.row_span < span + _LINE  # else most lines are somebody else's
-        self.active = bool(self.distances and count and chunks and adjacent)
-        if not self.active:
+        self._parts: list[_Ahead] = []
+        if not (e.variant.ahead and count and chunks and adjacent):
             return
         following = [_matrix(getattr(e.arg, f"next_{name}")) for name in kernel.names]
         here = kernel.streams(e.matrices, row + rows, count)
         next_ = kernel.streams(following, e.arg.next_row, count)
         inside = row + rows < e.arg.end_row
-        self.ahead = [b.select(inside, x, y) for x, y in zip(here, next_, strict=True)]
-        size = GROUP * kernel.row_span
         steps = GROUP // plan.rows * plan.sweeps * chunks * kernel.blocks
-        steps *= len(self.ahead) // plan.blocks
-        self.bytes = -(-size // steps)
-        self.lines = -(-self.bytes // _LINE)
-        self.last = max(0, size - _LINE * self.lines)
-        self.b, self.offset = b, b.var(i64, 0)
+        steps *= len(here) // plan.blocks
+        for part, size in zip(("codes", "scales"), kernel.format.offsets(GROUP), strict=True):
+            pairs = [(getattr(x, part), getattr(y, part)) for x, y in zip(here, next_, strict=True)]
+            addresses = [b.select(inside, x, y) for x, y in pairs]
+            distances = e.variant.ahead if part == "codes" else (0,)
+            if size:
+                self._parts.append(
+                    _Ahead(b, addresses, size // kernel.rows_apart, steps, distances)
+                )
 
     def step(self) -> None:
         """What goes with one chunk of one pass."""
-        if not self.active:
-            return
-        offset = self.offset.get()
-        for address in self.ahead:
-            for distance in self.distances:
-                for line in range(self.lines):
+        for part in self._parts:
+            part.step()
+
+
+class _Ahead:
+    """Some bytes at each of some addresses, to be asked for in so many steps."""
+
+    def __init__(
+        self, b: Builder, addresses: list[Value], size: int, steps: int, distances: tuple[int, ...]
+    ) -> None:
+        self._addresses, self._distances = addresses, distances
+        self._bytes = -(-size // steps)
+        self._lines = -(-self._bytes // _LINE)
+        self._last = max(0, size - _LINE * self._lines)
+        self._b, self._offset = b, b.var(i64, 0)
+
+    def step(self) -> None:
+        """The next of them."""
+        offset = self._offset.get()
+        for address in self._addresses:
+            for distance in self._distances:
+                for line in range(self._lines):
                     address.at(offset + (distance + _LINE * line)).prefetch(2)
-        self.offset.set(self.b.min(offset + self.bytes, self.last))
+        self._offset.set(self._b.min(offset + self._bytes, self._last))
 
 
 def _matrix(record: Value) -> Matrix:

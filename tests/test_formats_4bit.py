@@ -1,4 +1,4 @@
-"""int4, mxfp4, ds_fp4, nvfp4 and q4_0: the reference against other libraries, kernels against the reference bit for bit."""
+"""int4, mxfp4, ds_fp4, nvfp4, q4_0: the reference against other libraries, kernels against it bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ mx_formats = pytest.mark.parametrize("format_", [Mxfp4(), DsFp4()], ids=lambda e
 
 
 def any_codes(rows: int, columns: int) -> np.ndarray:
-    """Codes, uint8 `[rows, columns]`: in even rows all 16 in both halves of bytes, for any 32 columns; in odd ones random."""
+    """Codes, uint8 `[rows, columns]`: in even rows all 16 in both halves of bytes of 32 columns, in odd ones random."""
     k = np.arange(columns)
     codes = np.random.default_rng(columns).integers(0, 16, (rows, columns), np.uint8)
     codes[::2] = (k // 2 + k % 2 * 7) % 16
@@ -227,7 +227,9 @@ def any_numbers(rows: int, groups_: int, dtype: str) -> np.ndarray:
     info = torch.finfo(DTYPES[dtype])
     edges = [float("nan"), float("inf"), -float("inf"), info.tiny, -info.tiny, info.max, info.min]
     edges += [info.smallest_normal / 2, -info.smallest_normal / 4, 0.0, -0.0, 1.0]
-    random = np.random.default_rng(rows).integers(0, 256, (rows, groups_ * info.bits // 8), np.uint8)
+    random = np.random.default_rng(rows).integers(
+        0, 256, (rows, groups_ * info.bits // 8), np.uint8
+    )
     first = torch.tensor(edges[:groups_], dtype=DTYPES[dtype]).view(torch.uint8).numpy()
     random[0, : len(first)] = first
     return random
@@ -353,7 +355,9 @@ def test_q4_0_kernels(unit: Vectors, rows: int, blocks: int) -> None:
 
 @vectors
 @pytest.mark.parametrize(
-    "format_", [Int4(group=64, scale="float16"), Mxfp4(), Nvfp4(), Q40()], ids=lambda each: each.name
+    "format_",
+    [Int4(group=64, scale="float16"), Mxfp4(), Nvfp4(), Q40()],
+    ids=lambda each: each.name,
 )
 def test_rows_any_distance_apart(unit: Vectors, format_: Quantized) -> None:
     rows, columns = 17, 192

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertile
+from expertile import ExpertWeights
 
 OPERATOR = torch.ops.expertile.fused_experts.default
 
@@ -286,3 +290,219 @@ def test_no_tensor_at_all_is_refused_by_name() -> None:
     case = make_case()
     with pytest.raises(expertile.DtypeError, match=r"x: expected a torch\.Tensor, got list"):
         case.run(x=case.x.tolist())
+
+
+# Quantised weights --------------------------------------------------------------------------------
+
+
+def random_bytes(*shape: int) -> Tensor:
+    random = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+
+
+def small(*shape: int) -> Tensor:
+    """Scales from 2⁻⁷ to 2⁻⁶."""
+    return (random_bytes(*shape).float() / 256 + 1) / 128
+
+
+def int8(experts: int, rows: int, columns: int) -> ExpertWeights:
+    codes = random_bytes(experts, rows, columns).view(torch.int8)
+    return ExpertWeights.from_int8(codes, small(experts, rows))
+
+
+def mxfp4(experts: int, rows: int, columns: int) -> ExpertWeights:
+    blocks = random_bytes(experts, rows, columns // 32, 16)
+    return ExpertWeights.from_mxfp4(blocks, random_bytes(experts, rows, columns // 32) % 4 + 122)
+
+
+def int4_lists(experts: int, rows: int, columns: int) -> ExpertWeights:
+    codes = random_bytes(experts, rows, columns // 2).view(torch.int32)
+    scales = small(experts, rows, columns // 32).bfloat16()
+    return ExpertWeights.from_compressed_tensors(codes.unbind(), scales.unbind(), group_size=32)
+
+
+def bf16_lists(experts: int, rows: int, columns: int) -> ExpertWeights:
+    return ExpertWeights.from_bf16(list(small(experts, rows, columns).bfloat16()))
+
+
+def q4_0(experts: int, rows: int, columns: int, path: Path) -> ExpertWeights:
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType.Q4_0
+    values = (small(experts, rows, columns) - 0.01).numpy()
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_tensor("experts", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # The file is mapped copy on write, such that a test can change the weights.
+    return ExpertWeights.from_gguf(gguf.GGUFReader(path, "c"), "experts")
+
+
+Build = Callable[[int, int, int], ExpertWeights]
+
+
+@pytest.fixture(params=["int8", "mxfp4", "int4 lists", "q4_0", "pair", "mixed pair"])
+def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> oracle.Case:
+    def from_file(*shape: int) -> ExpertWeights:
+        return q4_0(*shape, tmp_path / f"{shape}.gguf")
+
+    builds: dict[str, tuple[Build, Build]] = {
+        "int8": (int8, int8),
+        "mxfp4": (mxfp4, mxfp4),
+        "int4 lists": (int4_lists, int4_lists),
+        "q4_0": (from_file, from_file),
+        "pair": (int8, mxfp4),
+        "mixed pair": (bf16_lists, int4_lists),
+    }
+    return quantized_case(*builds[request.param], pair="pair" in request.param)
+
+
+def quantized_case(first: Build, second: Build, pair: bool = False) -> oracle.Case:
+    case = make_case()
+    experts, rows, hidden = case.gate_up.shape
+    half = first(experts, rows // 2, hidden)
+    gate_up = (half, half) if pair else first(experts, rows, hidden)
+    return replace(case, gate_up=gate_up, down=second(experts, hidden, rows // 2))
+
+
+def change(case: oracle.Case) -> None:
+    """Change the weights of every expert in place, in a way that stays in their format."""
+    for tensor in case.down.tensors:
+        if not tensor.dtype.is_floating_point:
+            tensor.copy_(tensor.flip(0) if tensor.dim() > 2 else tensor.roll(1, 0))
+
+
+@backend
+def test_compiled_with_quantized_weights(backend: str, quantized: oracle.Case) -> None:
+    def layer(x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+        return quantized.run(x=x, ids=ids, router=router) * 2
+
+    inputs = (quantized.x, quantized.ids, quantized.router)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    before = expertile.calls()
+    first = compiled(*inputs)
+    assert expertile.calls() == before + 1
+    oracle.assert_same_bits(first, quantized.run() * 2)
+    change(quantized)
+    second = compiled(*inputs)
+    assert not torch.equal(second, first)
+    oracle.assert_same_bits(second, quantized.run() * 2)
+
+
+def test_compiled_module_sees_that_its_quantized_weights_are_others() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.case = quantized_case(int8, int8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.case.run(x=x)
+
+    module = Holder()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = module.case.x
+    oracle.assert_same_bits(compiled(x), module.case.run())
+    module.case = quantized_case(mxfp4, int4_lists)
+    oracle.assert_same_bits(compiled(x), module.case.run())
+
+
+def test_export_with_quantized_weights(quantized: oracle.Case) -> None:
+    module = _Module(lambda x, ids, router: quantized.run(x=x, ids=ids, router=router))
+    inputs = (quantized.x, quantized.ids, quantized.router)
+    exported = torch.export.export(module, inputs).module()
+    oracle.assert_same_bits(exported(*inputs), quantized.run())
+
+
+def test_fake_hidden_states_with_quantized_weights(quantized: oracle.Case) -> None:
+    before = expertile.calls()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x, ids, router = map(mode.from_tensor, (quantized.x, quantized.ids, quantized.router))
+        result = quantized.run(x=x, ids=ids, router=router)
+    assert (result.shape, result.dtype) == (quantized.x.shape, quantized.x.dtype)
+    assert expertile.calls() == before
+
+
+def test_operator_with_quantized_weights_is_what_pytorch_expects(quantized: oracle.Case) -> None:
+    arguments, formats = described(quantized)
+    oracle.assert_same_bits(OPERATOR(*arguments, **formats), quantized.run())
+    torch.library.opcheck(OPERATOR, arguments, formats)
+
+
+def described(case: oracle.Case) -> tuple[tuple[Any, ...], dict[str, str]]:
+    """The case as the operator takes it."""
+    first = case.gate_up if isinstance(case.gate_up, tuple) else (case.gate_up,)
+    tensors = [tensor for matrix in first for tensor in matrix.tensors]
+    arguments = (case.x, tensors, [*case.down.tensors], case.ids, case.router, [], [])
+    lines = "\n".join(matrix.description for matrix in first)
+    return arguments, {"gate_up_format": lines, "down_format": case.down.description}
+
+
+def test_operator_with_a_pair_of_plain_tensors() -> None:
+    case = make_case()
+    gate, up = case.gate_up.chunk(2, 1)
+    arguments = (case.x, [gate, up], [case.down], case.ids, case.router, [], [])
+    oracle.assert_same_bits(OPERATOR(*arguments, gate_up_format="\n"), case.run())
+    pair = torch.compile(replace(case, gate_up=(gate, up)).run, fullgraph=True, backend="eager")
+    oracle.assert_same_bits(pair(), case.run())
+
+
+def test_weights_of_other_tensors_at_the_same_address() -> None:
+    """What the operator remembers of tensors that it has seen depends on all that it relies on."""
+    case = quantized_case(int8, int8)
+    arguments, formats = described(case)
+    OPERATOR(*arguments, **formats)
+    codes, scales = arguments[1]
+    for wrong in (codes.view(torch.uint8), codes[:, :, :32], codes[:, ::2], codes.mT):
+        with pytest.raises(expertile.ExpertileError, match="gate_up"):
+            OPERATOR(case.x, [wrong, scales], *arguments[2:], **formats)
+
+
+def test_the_operator_keeps_no_tensors_alive() -> None:
+    case = quantized_case(int8, int8)
+    arguments, formats = described(case)
+    codes, scales = arguments[1]
+    memory = codes.numpy().copy()
+    OPERATOR(case.x, [torch.from_numpy(memory), scales], *arguments[2:], **formats)
+    held = weakref.ref(memory)
+    del memory
+    assert held() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("what", "down_format: expected the description"),
+        ("7", "down_format: expected the description"),
+        ('[2, "int8", {}, {}]', "down_format: expected a description of version 1, got 2"),
+        ('[1, "int7", {}, {"codes": null}]', "down_format: expected one of the formats bf16, int8"),
+        ('[1, "int8", {"bits": 8}, {"codes": null}]', "down_format: expected one of the formats"),
+        ("{}\n{}", "down: expected 4 tensors, as down_format says, got 2"),
+        ("", "down: expected a list of one tensor"),
+    ],
+)
+def test_wrong_descriptions_are_refused(text: str, message: str) -> None:
+    case = quantized_case(int8, int8)
+    arguments, formats = described(case)
+    formats["down_format"] = text.replace("{}\n{}", "\n".join([formats["down_format"]] * 2))
+    with pytest.raises(expertile.ArgumentError, match=message):
+        OPERATOR(*arguments, **formats)
+
+
+def test_description_that_belongs_to_other_tensors_is_refused() -> None:
+    arguments, formats = described(quantized_case(int8, int8))
+    other = described(quantized_case(mxfp4, mxfp4))[1]
+    with pytest.raises(expertile.DtypeError, match="down codes: expected uint8, got int8"):
+        OPERATOR(*arguments, **formats | {"down_format": other["down_format"]})
+
+
+def test_descriptions_are_of_the_format_not_of_where_rows_lie() -> None:
+    """Exported programs keep them; version 1 reads like this."""
+    codes, scales = random_bytes(4, 32, 128).view(torch.int8), small(4, 32)
+    views = ExpertWeights.from_int8(codes[:, ::2, :64], scales[:, ::2])
+    whole = ExpertWeights.from_int8(codes[:, :16, :64].clone(), scales[:, :16])
+    assert views.scheme != whole.scheme
+    assert views.description == whole.description
+    assert json.loads(int4_lists(4, 16, 64).description) == [
+        1, "int4", {"group": 32, "scale": "bfloat16"}, {"codes": 4, "scales": 4},
+    ]  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +22,11 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.24", reason="tests models of Transformers 5.24"
 )
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 import expertile.transformers as adapter  # noqa: E402
 
@@ -178,25 +183,23 @@ def _randomise(module: Any) -> Any:
 
 def _config(**options: Any) -> Any:
     """What the experts modules of Transformers read from their configurations."""
-    return SimpleNamespace(
-        num_experts=EXPERTS,
-        num_local_experts=EXPERTS,
-        n_routed_experts=EXPERTS,
-        moe_num_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        moe_intermediate_size=INTERMEDIATE,
-        moe_latent_size=None,
-        _experts_implementation="eager",
-        **{
-            "hidden_act": "silu",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "mlp_hidden_act": "relu2",
-            "swiglu_alpha": 1.5,
-            "swiglu_limit": 2.0,
-        }
-        | options,
-    )
+    settings = {
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS,
+        "n_routed_experts": EXPERTS,
+        "moe_num_experts": EXPERTS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": INTERMEDIATE,
+        "moe_latent_size": None,
+        "_experts_implementation": "eager",
+        "hidden_act": "silu",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "mlp_hidden_act": "relu2",
+        "swiglu_alpha": 1.5,
+        "swiglu_limit": 2.0,
+    }
+    return SimpleNamespace(**settings | options)
 
 
 def _experts(model: str, name: str, **options: Any) -> Any:
@@ -404,6 +407,306 @@ def test_model_compiles_into_one_graph() -> None:
     expected = model(tokens, use_cache=False).logits
     actual = _compiled(model)(tokens, use_cache=False).logits
     assert torch.equal(actual, expected)
+
+
+# Quantised experts -----------------------------------------------------------------------------
+
+
+@use_experts_implementation(
+    experts_interface=sys.modules[FP8Experts.__module__].ALL_FP8_EXPERTS_FUNCTIONS
+)
+class _Fp8Experts(FP8Experts):
+    """The class as Transformers decorates it when it loads a model."""
+
+
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 128}
+PLAIN = {"swiglu_alpha": None, "swiglu_limit": None}
+BLOCKS = {"block_size": [128, 128]}
+FP8: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "blocks": (BLOCKS, WIDE | PLAIN),
+    "blocks of gate and up apart": (BLOCKS, WIDE | PLAIN | {"moe_intermediate_size": 64}),
+    "blocks with e8m0": (BLOCKS | {"scale_fmt": "ue8m0"}, WIDE | PLAIN),
+    "a scale for each tensor": ({"block_size": None}, WIDE | PLAIN),
+    "static activations": (BLOCKS | {"activation_scheme": "static"}, WIDE | PLAIN),
+    "mxfp8": ({"block_size": [1, 32], "scale_fmt": "ue8m0"}, WIDE | PLAIN),
+    "fp4": (BLOCKS | {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}, WIDE | PLAIN),
+    "oai": (BLOCKS, WIDE),
+    "clamp": (BLOCKS, WIDE | {"swiglu_alpha": None}),
+    "gelu": (BLOCKS, WIDE | PLAIN | {"hidden_activation": "gelu_pytorch_tanh"}),
+}
+"""What FP8Experts is told, and the configuration."""
+
+
+def _fp8(name: str = "blocks", **more: Any) -> Any:
+    """FP8 experts with random codes and scales."""
+    options, settings = FP8[name]
+    settings = {"hidden_activation": "silu"} | settings
+    module = _Fp8Experts(_config(**settings), **options | more)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        if "scale" in _name_of(module, parameter):
+            powers = torch.randint(-6, -3, parameter.shape).float().exp2()
+            parameter.copy_(powers * (1.0 if parameter.dtype.itemsize == 1 else 1.3))
+        elif parameter.dtype == torch.int8:
+            parameter.copy_(torch.randint(-128, 128, parameter.shape))
+        else:
+            parameter.copy_(torch.randn(parameter.shape))
+    return module
+
+
+def _name_of(module: nn.Module, parameter: Tensor) -> str:
+    return next(name for name, each in module.named_parameters() if each is parameter)
+
+
+def _fp8_inputs(module: Any) -> tuple[Tensor, ...]:
+    _, ids, weights = _inputs()
+    return torch.randn(len(ids), module.hidden_dim).bfloat16(), ids, weights
+
+
+def _dequantised(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Eager in fp32, on what Transformers makes of the weights."""
+    exact, read = copy.deepcopy(module), Fp8Dequantize(None)._dequantize_one
+    for name in ("gate_up_proj", "down_proj"):
+        values = read(getattr(module, name), getattr(module, f"{name}_scale_inv"), torch.float32)
+        setattr(exact, name, nn.Parameter(values, requires_grad=False))
+    exact.config._experts_implementation = "eager"
+    hidden_states, ids, weights = inputs
+    return exact(hidden_states.float(), ids, weights.float())
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_experts_agree_with_dequantised_ones(name: str) -> None:
+    module = _fp8(name)
+    inputs = _fp8_inputs(module)
+    before = expertile.calls()
+    actual = _run(module, inputs)
+    assert expertile.calls() - before == 1
+    assert actual.dtype == torch.bfloat16
+    assert _relative_error(actual, _dequantised(module, inputs)) <= LAYER_BOUND
+
+
+def test_gates_of_fp8_experts() -> None:
+    assert _layer(_fp8("oai")).gate == OAI
+    assert _layer(_fp8("clamp")).gate == CLAMP
+    assert _layer(_fp8("gelu")).gate.name == "gelu_tanh"
+
+
+def _change_scales(module: Any) -> None:
+    module.down_proj_scale_inv.mul_(-2)
+
+
+def _set_scales(module: Any) -> None:
+    module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv * 3
+
+
+def _set_codes(module: Any) -> None:
+    module.down_proj = nn.Parameter(module.down_proj.flip(0), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_change_scales, _set_scales, _set_codes])
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "compiled"])
+def test_changed_fp8_weights_are_seen(change: Callable[[Any], None], compiled: bool) -> None:
+    module = _fp8("blocks of gate and up apart")
+    module.config._experts_implementation = "expertile"
+    inputs = _fp8_inputs(module)
+    call = _compiled(module) if compiled else module
+    before = call(*inputs)
+    change(module)
+    after = call(*inputs)
+    assert not torch.equal(before, after)
+    assert _relative_error(after, _dequantised(module, inputs)) <= LAYER_BOUND
+
+
+@pytest.mark.parametrize("name", ["a scale for each tensor", "fp4", "oai"])
+def test_quantised_layer_compiles_into_one_graph(name: str) -> None:
+    module = _fp8(name)
+    inputs = _fp8_inputs(module)
+    expected = _run(module, inputs)
+    adapter._numbers.clear()
+    adapter._layers.clear()
+    assert torch.equal(_compiled(module)(*inputs), expected)
+
+
+def test_fp8_experts_of_an_expert_parallel_module() -> None:
+    module = _fp8()
+    hidden_states, ids, weights = _fp8_inputs(module)
+    module._is_expert_parallel = True
+    actual = _run(module, (hidden_states, ids.masked_fill(ids == 2, EXPERTS), weights))
+    expected = _run(module, (hidden_states, ids, weights.masked_fill(ids == 2, 0)))
+    assert torch.equal(actual, expected)
+
+
+def test_quantised_training_is_refused() -> None:
+    module = _fp8()
+    module.gate_up_proj_scale_inv.requires_grad_()
+    with (
+        torch.enable_grad(),
+        pytest.raises(expertile.ArgumentError, match="gate_up scales: requires grad"),
+    ):
+        _run(module, _fp8_inputs(module))
+
+
+def test_unknown_blocks_are_refused_with_the_way_to_load_them() -> None:
+    module = _fp8(block_size=[64, 64])
+    with pytest.raises(NotImplementedError, match=r"block_size is \(64, 64\).*from_pretrained"):
+        _run(module, _fp8_inputs(module))
+
+
+def test_softcapped_gate_is_refused() -> None:
+    module = _fp8()
+    _run(module, _fp8_inputs(module))
+    module.gate_softcap = module.up_softcap = 5.0
+    with pytest.raises(NotImplementedError, match="_apply_gate is not Silu"):
+        _run(module, _fp8_inputs(module))
+
+
+def test_blocks_that_gate_and_up_share_are_refused_by_name() -> None:
+    module = _fp8()
+    module.gate_up_proj_scale_inv = nn.Parameter(torch.ones(EXPERTS, 3, 2), requires_grad=False)
+    with pytest.raises(expertile.ArgumentError, match=r"gate_up scales: expected shape \(8, 2, 2\)"):
+        _run(module, _fp8_inputs(module))
+
+
+# Loading quantised checkpoints -----------------------------------------------------------------
+
+NARROW = {"head_dim": 32, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+
+
+def _write(path: Path, name: str, quantise: Callable[..., dict[str, Tensor]], **config: Any) -> None:
+    """A checkpoint of a small model, its tensors replaced by what `quantise` makes of each."""
+    config_class, options = CONFIGS[name]
+    settings = getattr(transformers, config_class)(**_COMMON | options | NARROW)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    file = path / "model.safetensors"
+    tensors = [quantise(*item) for item in load_file(file).items()]
+    merged = {name: value.contiguous() for some in tensors for name, value in some.items()}
+    save_file(merged, file, {"format": "pt"})
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(written | {"quantization_config": config}))
+
+
+def _to_blocks(name: str, value: Tensor) -> dict[str, Tensor]:
+    """FP8 with a scale for 128 × 128 elements, as in checkpoints of DeepSeek-V3 and Qwen3."""
+    if not name.endswith("_proj.weight"):
+        return {name: value}
+    blocks = value.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).flatten(0, 1).flatten(1).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scales}
+
+
+def _to_mxfp4(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Blocks and scales, as in the checkpoints of gpt-oss; random ones, for values do not matter here."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: value}
+    experts, columns, rows = value.shape
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(123, 126, blocks.shape[:-1], dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def _load(path: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, **options
+    ).eval()
+
+
+def _agrees_with_dequantised(model: Any, eager: Any) -> None:
+    _Routing(model).recorded = routing = {}
+    tokens = torch.randint(0, 96, (2, 9))
+    before = expertile.calls()
+    actual = model(tokens).logits
+    experts = _experts_of(model)
+    assert expertile.calls() - before == len(experts)
+    for module, theirs in zip(experts, _experts_of(eager), strict=True):
+        chosen = routing[module]
+        theirs.register_forward_pre_hook(lambda _, args, chosen=chosen: (args[0], *chosen))
+    assert _relative_error(actual, eager(tokens).logits) <= LOGITS_BOUND
+
+
+@pytest.fixture
+def fp8_checkpoint(tmp_path: Path) -> Path:
+    config = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    _write(tmp_path, "qwen3_moe", _to_blocks, quant_method="fp8", **config)
+    return tmp_path
+
+
+@pytest.fixture
+def mxfp4_checkpoint(tmp_path: Path) -> Path:
+    _write(tmp_path, "gpt_oss", _to_mxfp4, quant_method="mxfp4")
+    return tmp_path
+
+
+def test_experts_of_an_fp8_checkpoint_are_kept(fp8_checkpoint: Path) -> None:
+    model = _load(fp8_checkpoint, experts_implementation="expertile")
+    stored = load_file(fp8_checkpoint / "model.safetensors")
+    for number, experts in enumerate(_experts_of(model)):
+        name = f"model.layers.{number}.mlp.experts.5.down_proj.weight"
+        assert experts.down_proj.dtype == torch.float8_e4m3fn
+        assert torch.equal(experts.down_proj[5].view(torch.uint8), stored[name].view(torch.uint8))
+        assert torch.equal(experts.down_proj_scale_inv[5], stored[f"{name}_scale_inv"])
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    _agrees_with_dequantised(model, _load(fp8_checkpoint, experts_implementation="eager"))
+
+
+def test_experts_of_an_mxfp4_checkpoint_are_kept(mxfp4_checkpoint: Path) -> None:
+    model = _load(mxfp4_checkpoint, experts_implementation="expertile")
+    stored = load_file(mxfp4_checkpoint / "model.safetensors")
+    for number, experts in enumerate(_experts_of(model)):
+        for name, parameter in experts.named_parameters():
+            assert torch.equal(parameter, stored[f"model.layers.{number}.mlp.experts.{name}"])
+        assert _layer(experts).gate == expertile.swiglu_oai(alpha=1.702, limit=7.0)
+        assert _layer(experts).interleaved
+    _agrees_with_dequantised(model, _load(mxfp4_checkpoint, experts_implementation="eager"))
+
+
+def test_mxfp4_model_is_saved_as_it_was_loaded(mxfp4_checkpoint: Path, tmp_path: Path) -> None:
+    model = _load(mxfp4_checkpoint, experts_implementation="expertile")
+    model.save_pretrained(tmp_path / "saved")
+    again = _load(tmp_path / "saved", experts_implementation="expertile")
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], parameter)
+
+
+def test_mxfp4_experts_run_on_nothing_else(mxfp4_checkpoint: Path) -> None:
+    model = _load(mxfp4_checkpoint, experts_implementation="expertile")
+    for chosen in ("eager", "grouped_mm"):
+        model.set_experts_implementation(chosen)
+        with pytest.raises(NotImplementedError, match=f"kept in mxfp4.*implementation='{chosen}'"):
+            model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("checkpoint", ["fp8_checkpoint", "mxfp4_checkpoint"])
+def test_experts_are_dequantised_where_that_is_asked_for(
+    checkpoint: str, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(checkpoint)
+    kind = {"fp8": transformers.FineGrainedFP8Config, "mxfp": transformers.Mxfp4Config}
+    asked = kind[checkpoint.partition("_")[0].rstrip("4")](dequantize=True)
+    model = _load(path, experts_implementation="expertile", quantization_config=asked)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    before = expertile.calls()
+    model(torch.tensor([[1, 2, 3]]))
+    assert expertile.calls() > before
+
+
+def test_unpacking_of_mxfp4_is_that_of_transformers() -> None:
+    """Transformers' own dequantisation of a module's blocks, in the same module unquantised."""
+    from expertile._transformers_quantized import Mxfp4Experts
+
+    config = _config(intermediate_size=64)
+    module = Mxfp4Experts(config)
+    exact = _experts("gpt_oss", "GptOssExperts", intermediate_size=64).float()
+    for name in ("gate_up_proj", "down_proj"):
+        blocks, scales = getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales")
+        blocks.copy_(torch.randint(0, 256, blocks.shape))
+        scales.copy_(torch.randint(121, 124, scales.shape))
+        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        getattr(exact, name).copy_(values)
+        getattr(module, f"{name}_bias").copy_(getattr(exact, f"{name}_bias"))
+    inputs = _inputs()
+    assert _relative_error(_run(module, inputs), _eager_in_fp32(exact, inputs)) <= LAYER_BOUND
 
 
 # Refusals --------------------------------------------------------------------------------------

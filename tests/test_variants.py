@@ -282,7 +282,7 @@ def test_amx_tiles_are_used_as_they_are_configured() -> None:
     assert used == {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)}
 
 
-_CONFIGURATION = re.compile(r'@"(tiles_\w+)" = private constant \[64 x i8\] c"(.*)"')
+_CONFIGURATION = re.compile(r'@"(\w+)" = private constant \[64 x i8\] c"(.*)"')
 _TILE_CALL = re.compile(
     r'call void @"llvm\.x86\.(ldtilecfg|tilezero|tileload\w+|tilestored64|tdpbf16ps)"\((.*)\)'
 )

@@ -18,7 +18,7 @@ from formats_kit import assert_same, expected_bits, rounded, units
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target, compile_ir
 from expertile.codegen.ir import Builder, Module, Value, f32, i8, i16, i64, ptr, vec
-from expertile.codegen.vectors import PLAIN, Vectors, host
+from expertile.codegen.vectors import PLAIN, Vectors, halves, host
 
 _LANES = 32
 
@@ -32,14 +32,14 @@ def _run(body: Callable[..., Value], results: type, *operands: np.ndarray) -> np
     """`body(b, *vectors)` over 32 elements of each operand at a time."""
     module = Module("vectors")
     names = [f"x{i}" for i in range(len(operands))]
-    with module.function("vectors", dict.fromkeys((*names, "into"), ptr) | {"n": i64}) as (b, arg):
-        with b.loop(0, arg.n, _LANES) as i:
-            loaded = []
-            for name, operand in zip(names, operands, strict=True):
-                type_ = {1: i8, 2: i16, 4: f32}[operand.itemsize]
-                address = getattr(arg, name).at(i * operand.itemsize)
-                loaded.append(address.load(vec(type_, _LANES)))
-            arg.into.at(i * np.dtype(results).itemsize).store(body(b, *loaded))
+    parameters = dict.fromkeys((*names, "into"), ptr) | {"n": i64}
+    with module.function("vectors", parameters) as (b, arg), b.loop(0, arg.n, _LANES) as i:
+        loaded = []
+        for name, operand in zip(names, operands, strict=True):
+            type_ = {1: i8, 2: i16, 4: f32}[operand.itemsize]
+            address = getattr(arg, name).at(i * operand.itemsize)
+            loaded.append(address.load(vec(type_, _LANES)))
+        arg.into.at(i * np.dtype(results).itemsize).store(body(b, *loaded))
     count = len(operands[0])
     assert count % _LANES == 0
     result = np.empty(count, results)
@@ -164,6 +164,18 @@ def test_decode_bytes_looks_every_code_up(unit: Vectors, name: str) -> None:
     codes = np.concatenate([np.arange(256), *(rng.permutation(256) for _ in range(15))])
     got = _decode_bytes(unit, table.tolist(), codes.astype(np.uint8))
     np.testing.assert_array_equal(got, table[codes])
+
+
+def test_decode_signed_looks_up_in_memory(unit: Vectors) -> None:
+    rng = np.random.default_rng(4)
+    table = rng.integers(1 << 16, size=128)
+    codes = np.concatenate([np.arange(256), *(rng.permutation(256) for _ in range(15))])
+
+    def body(b: Builder, x: Value) -> Value:
+        return unit.decode_signed(b, b.constant_bytes(halves(table.tolist())), x)
+
+    got = _run(body, np.uint16, codes.astype(np.uint8))
+    np.testing.assert_array_equal(got, table[codes & 127] ^ (codes & 128) << 8)
 
 
 # The kit --------------------------------------------------------------------------------------------------------------

@@ -432,7 +432,8 @@ def test_gguf_outlives_its_reader(tmp_path: Path) -> None:
     path, data = tmp_path / "model.gguf", gguf_bytes(Type.Q8_0, E, N, K)
     weights = ExpertWeights.from_gguf(write_gguf(path, {NAME: (Type.Q8_0, data)}), NAME)
     gc.collect()
-    assert mapped_file(weights.tensors[0].data_ptr()) == str(path)
+    mapped = mapped_file(weights.tensors[0].data_ptr())
+    assert mapped == str(path)
     del weights
     gc.collect()
     assert str(path) not in Path("/proc/self/maps").read_text()

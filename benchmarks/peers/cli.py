@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,13 @@ from rich.table import Table
 
 from peers import environments, report
 from peers.environments import Adapter
+from peers.formats import FORMATS
 from peers.inputs import Size
 from peers.measure import OURS, Plan, Result, measure
 from peers.processes import PeerError
+
+if TYPE_CHECKING:
+    from expertile._bench import Shape
 
 Json = dict[str, Any]
 
@@ -63,12 +67,13 @@ def setup(
 @app.command("list")
 def list_peers(directory: Directory = environments.DIRECTORY, adapter: Further = None) -> None:
     """Show the peers, what pip installs for each, and whether that has happened."""
-    table = Table("peer", "implementations", "weights", "pip install", "installed")
+    table = Table("peer", "implementations", "weights", "formats", "pip install", "installed")
     for each in environments.known(adapter or ()).values():
         table.add_row(
             each.name,
             ", ".join(each.peer.implementations),
             each.peer.weights,
+            ", ".join(each.peer.formats),
             "\n".join(each.peer.requirements) or "(this environment)",
             "yes" if each.installed(directory) else environments.command(each.name, directory),
         )
@@ -81,6 +86,9 @@ def run(
         list[str] | None, typer.Option(help="A known shape, or HxIxExk. Repeatable.")
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens a call.")] = ",".join(map(str, TOKENS)),
+    weights: Annotated[
+        str, typer.Option(help=f"Weight formats with commas between: bf16, {', '.join(FORMATS)}.")
+    ] = "bf16",
     peers: Annotated[str, typer.Option(help="With commas between.", show_default="all")] = "",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: as PyTorch would use.")
@@ -106,19 +114,20 @@ def run(
     known = environments.known(adapter or ())
     names = [name for name in peers.split(",") if name] or list(known)
     chosen = _chosen(known, dict.fromkeys([OURS, *names]))
-    sizes, counts = [shape_from(text) for text in shape or SHAPES], _numbers(tokens)
+    shapes, counts = [shape_from(text) for text in shape or SHAPES], _numbers(tokens)
+    sizes = [(each.name, _size(each, name)) for each in shapes for name in _formats(weights)]
     threads = threads or torch.get_num_threads()
     console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
     found: Json = {"machine": machine(threads) | {"variables": _variables()}}
     found |= _peers(chosen, directory) | {"shapes": []}
     installed = [each for each in chosen if each.name not in found["absent"]]
-    for each in sizes:
-        size = Size(each.hidden, each.intermediate, each.experts, each.top_k)
+    for name, size in sizes:
         layers = max(1, -(-int(gib * 2**30) // size.layer_bytes))
         plan = Plan(size, layers, counts, threads, seconds, longest, memory * 2**30)
-        with console.status(each.name) as status:
-            result = _measured(each.name, plan, installed, directory, status)
-        found["shapes"].append(report.summary(each.name, plan, result))
+        title = f"{name}, {size.weights}"
+        with console.status(title) as status:
+            result = _measured(title, plan, installed, directory, status)
+        found["shapes"].append(report.summary(name, plan, result))
         for part in report.tables(found["shapes"][-1]):
             console.print(part)
         if output is not None:  # after every shape: what is interrupted is not lost
@@ -127,6 +136,27 @@ def run(
         console.print(f"{name} is not installed: {command}")
     if as_json:
         print(json.dumps(found, indent=1))
+
+
+def _formats(text: str) -> list[str]:
+    """Raises typer.BadParameter for a format that no peer has."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ("bf16", *FORMATS):
+            raise typer.BadParameter(
+                f"expected weights of bf16, {', '.join(FORMATS)}; got {name!r}"
+            )
+    return names
+
+
+def _size(shape: Shape, weights: str) -> Size:
+    """Raises typer.BadParameter for a shape that the format can't have."""
+    size = Size(shape.hidden, shape.intermediate, shape.experts, shape.top_k, weights)
+    try:
+        size.expert_bytes  # noqa: B018
+    except ValueError as error:
+        raise typer.BadParameter(f"{shape.name}, {weights}: {error}") from None
+    return size
 
 
 def _variables() -> Json:
@@ -141,6 +171,7 @@ def _peers(chosen: Sequence[Adapter], directory: Path) -> Json:
             "implementations": each.peer.implementations,
             "requirements": each.peer.requirements,
             "weights": each.peer.weights,
+            "formats": each.peer.formats,
         }
         for each in chosen
     }

@@ -7,6 +7,8 @@ single roundings. PyTorch's generators and its `softmax`, `topk` or `randn` may 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peers import formats
+from peers.formats import FORMATS, Quantised
+
+Matrix = Tensor | Quantised
+"""The matrices of a projection: bf16 `[experts, rows, columns]`, or in another format."""
+
 # For each layer; a run does not get beyond 4 where calls are long.
 _ROUTINGS, _ROUTINGS_OF_MANY_TOKENS, _MANY_TOKENS = 16, 4, 256
 _BLOCK = (1 << 22) + 33
-"""Numbers that are drawn for a tensor, and repeated: no multiple of a page, so that no two pages are alike."""
+"""Numbers that are drawn for a bf16 tensor, and repeated: no multiple of a page, so that no two pages are alike."""
 _SCALE = 0.02  # of weights
 _CHECKED_TOKENS = 8
 _WEIGHTS, _TOKENS, _CALLS = range(3)  # what a seed is for
@@ -26,17 +34,26 @@ _WEIGHTS, _TOKENS, _CALLS = range(3)  # what a seed is for
 
 @dataclass(frozen=True)
 class Size:
-    """An expert layer with SiLU-gated experts, bf16, no biases."""
+    """An expert layer with SiLU-gated experts, no biases."""
 
     hidden: int
     intermediate: int
     experts: int
     top_k: int
+    weights: str = "bf16"
+    """Or one of `FORMATS`."""
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of gate_up, gates first, and of down."""
+        return (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert's weights."""
-        return 2 * 3 * self.hidden * self.intermediate
+        """Bytes of an expert's weights, codes and scales. Raises ValueError for sizes that a format can't have."""
+        if self.weights == "bf16":
+            return 2 * 3 * self.hidden * self.intermediate
+        return sum(FORMATS[self.weights].matrix_bytes(*size) for size in self.matrices)
 
     @property
     def layer_bytes(self) -> int:
@@ -61,11 +78,12 @@ class Call:
     """Of the distinct experts' weights."""
 
 
-def weights(size: Size, layer: int) -> tuple[Tensor, Tensor]:
-    """bf16 gate_up `[experts, 2 * intermediate, hidden]`, gates first, and down `[experts, hidden, intermediate]`."""
-    e, h, i = size.experts, size.hidden, size.intermediate
-    shapes = ((e, 2 * i, h), (e, h, i))
-    gate_up, down = (_filled(shape, (_WEIGHTS, layer, n)) for n, shape in enumerate(shapes))
+def weights(size: Size, layer: int) -> tuple[Matrix, Matrix]:
+    """gate_up `[experts, 2 * intermediate, hidden]`, gates first, and down `[experts, hidden, intermediate]`."""
+    gate_up, down = (
+        _matrix(size.weights, (size.experts, *each), (_WEIGHTS, layer, number))
+        for number, each in enumerate(size.matrices)
+    )
     return gate_up, down
 
 
@@ -112,15 +130,27 @@ def checked(count: int) -> Tensor:
     return torch.linspace(0, count - 1, min(count, _CHECKED_TOKENS)).round().long()
 
 
-def reference(gate_up: Tensor, down: Tensor, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+def dense(matrix: Matrix, expert: int) -> Tensor:
+    """An expert's matrix, fp32 `[rows, columns]`."""
+    return matrix[expert].float() if isinstance(matrix, Tensor) else matrix.dense(expert)
+
+
+def reference(gate_up: Matrix, down: Matrix, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
     """The layer in fp32 from start to end: `[tokens, hidden]`."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token].float(), gate_up[expert].float()).chunk(2, -1)
-        y = F.linear(F.silu(gate) * up, down[expert].float())
+        gate, up = F.linear(x[token].float(), dense(gate_up, expert)).chunk(2, -1)
+        y = F.linear(F.silu(gate) * up, dense(down, expert))
         out.index_add_(0, token, y * router[token, slot, None])
     return out
+
+
+def sample(gate_up: Matrix, down: Matrix) -> list[Tensor]:
+    """Tensors that tell a layer's weights from others: of the first expert and of the last."""
+    pairs = (gate_up, 0), (down, -1)
+    parts = ([m[n]] if isinstance(m, Tensor) else m.of(n) for m, n in pairs)
+    return [tensor for some in parts for tensor in some]
 
 
 def digest(*tensors: Tensor) -> str:
@@ -131,11 +161,23 @@ def digest(*tensors: Tensor) -> str:
     return found.hexdigest()[:16]
 
 
-def _filled(shape: Sequence[int], seed: Sequence[int]) -> Tensor:
+def _matrix(weights: str, shape: tuple[int, int, int], seed: Sequence[int]) -> Matrix:
     """Every page is written."""
-    tensor = torch.empty(shape, dtype=torch.bfloat16)
+    if weights == "bf16":
+        count = min(math.prod(shape), _BLOCK)
+        return _repeated(_normal(seed, count).mul_(_SCALE).bfloat16(), shape)
+    drawn = itertools.count()
+
+    def draw(count: int) -> Tensor:
+        words = _words((*seed, next(drawn)), -(-count // 8)).view(np.uint8)[:count]
+        return torch.from_numpy(words.astype(np.int64))
+
+    return formats.random(FORMATS[weights], shape, draw, _repeated)
+
+
+def _repeated(block: Tensor, shape: Sequence[int]) -> Tensor:
+    tensor = torch.empty(tuple(shape), dtype=block.dtype)
     flat = tensor.view(-1)
-    block = _normal(seed, min(flat.numel(), _BLOCK)).mul_(_SCALE).bfloat16()
     whole = flat.numel() // block.numel() * block.numel()
     flat[:whole].view(-1, block.numel()).copy_(block)
     flat[whole:].copy_(block[: flat.numel() - whole])

@@ -107,10 +107,14 @@ def measure(
     plan: Plan, adapters: Sequence[Adapter], directory: Path, say: Callable[[str], None]
 ) -> Result:
     """Run the peers. `adapters`: installed ones, Expertile among them. Raises PeerError if Expertile itself fails."""
-    result = Result()
+    result, weights = Result(), plan.size.weights
     before, start = _others_seconds(), time.perf_counter()
-    groups = partition(plan, [adapter for adapter in adapters if adapter.name != OURS])
     ours = next(adapter for adapter in adapters if adapter.name == OURS)
+    able = [adapter for adapter in adapters if weights in adapter.peer.formats]
+    for adapter in adapters:
+        if adapter not in able:
+            result.failed[adapter.name] = f"no {weights}; it has {', '.join(adapter.peer.formats)}"
+    groups = partition(plan, [adapter for adapter in able if adapter is not ours])
     for peers in groups:
         result.groups.append(Group())
         processes: dict[str, Process] = {}

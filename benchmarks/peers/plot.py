@@ -25,7 +25,7 @@ def plot(report: Json, picture: Path) -> None:
         for number, name in enumerate(sorted(dict.fromkeys(names), key=lambda n: n != OURS))
     }
     for shape, (times, shares, speedups) in zip(shapes, grid.T, strict=True):
-        times.set_title(shape["name"])
+        times.set_title(f"{shape['name']}, {shape.get('weights', 'bf16')}")
         for name, colour in colours.items():
             _line(times, shape, name, "ms", colour)
             _line(shares, shape, name, "share", colour)

@@ -34,6 +34,7 @@ def summary(name: str, plan: Plan, result: Result) -> Json:
         "intermediate": size.intermediate,
         "experts": size.experts,
         "top_k": size.top_k,
+        "weights": size.weights,
         "layers": plan.layers,
         "weight_bytes": plan.layers * size.layer_bytes,
         "groups": [sorted({series.name for series in group.series}) for group in result.groups],
@@ -145,19 +146,20 @@ def tables(shape: Json) -> Iterator[Table | str]:
     sizes = " × ".join(str(shape[name]) for name in ("hidden", "intermediate", "experts"))
     read, peak = shape["read_gb_per_s"]["median"], shape["peak_tflops"]["median"]
     yield _everything(
-        f"{shape['name']}: {sizes}, top-{shape['top_k']}, {shape['layers']} layers\n"
+        f"{shape['name']}: {sizes}, top-{shape['top_k']}, {shape['weights']}, {shape['layers']} layers\n"
         f"roofline {read:.1f} GB/s ({', '.join(dict.fromkeys(shape['read']))}), {peak:.3f} TFLOP/s",
         shape["results"],
     )
     if shape["best"]:
-        yield _against_best(f"{shape['name']}: expertile against the best peer", shape)
+        title = f"{shape['name']}, {shape['weights']}: expertile against the best peer"
+        yield _against_best(title, shape)
     others = shape["cores_used_by_others"]
     if others is not None and others > _DISTURBED_CORES:
         yield f"disturbed: other processes kept {others:.2f} cores busy"
     for peer, kernel in shape["kernels"].items():
         yield f"{peer}: {kernel['kernel']}, torch {kernel['torch']}"
     for peer, reason in shape["failed"].items():
-        yield f"{peer} failed: {reason}"
+        yield f"{peer} is missing: {reason}"
     for skip in shape["skipped"]:
         yield f"{skip['implementation']}, {skip['tokens']} tokens: {skip['reason']}"
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peers import inputs
 from peers.adapters import Peer, Run, Setup, read
-from peers.inputs import Call, Size
+from peers.inputs import Call, Matrix, Size
 
 Json = dict[str, Any]
 
@@ -71,7 +71,7 @@ class Worker:
         ]
         for number in range(layers):
             gate_up, down = inputs.weights(shape, number)
-            digests.append(inputs.digest(gate_up[0], down[-1]))
+            digests.append(inputs.digest(*inputs.sample(gate_up, down)))
             if number == 0:
                 self._expect(gate_up, down, x, schedules)
             self.layers.append(self.peer.layer(gate_up, down))
@@ -79,7 +79,7 @@ class Worker:
         return {"kernel": kernel, "torch": torch.__version__, "inputs": digests}
 
     def _expect(
-        self, gate_up: Tensor, down: Tensor, x: Mapping[int, Tensor], schedules: Mapping[int, list[Call]]
+        self, gate_up: Matrix, down: Matrix, x: Mapping[int, Tensor], schedules: Mapping[int, list[Call]]
     ) -> None:  # fmt: skip
         """What the first calls of all sizes have to return, in one go over the first layer's experts."""
         rows = {count: inputs.checked(count) for count in x}

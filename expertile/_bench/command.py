@@ -17,7 +17,7 @@ import typer
 from rich.console import Console, RenderableType
 
 import expertile
-from expertile._bench import fresh, profiles, protocol, reuse, tables
+from expertile._bench import formats, fresh, profiles, protocol, reuse, tables
 from expertile._bench.implementations import peers
 from expertile._bench.workload import SHAPES, Shape, numbers_from, shape_from
 from expertile.codegen import cpu
@@ -69,6 +69,9 @@ def bench(
             help=f"Tokens a call. Default: {_listed(TOKENS)}; with --reuse {_listed(reuse.REUSE_TOKENS)}."
         ),
     ] = None,
+    weights: Annotated[
+        str, typer.Option(help="Weight formats: one or several, or all; bf16 runs beside each.")
+    ] = "bf16",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: as PyTorch would use.")
     ] = None,
@@ -102,32 +105,40 @@ def bench(
 ) -> None:
     """Measure layer calls against the machine's own roofline."""
     console = Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
-    sizes = numbers_from(tokens) if tokens else TOKENS
+    given = numbers_from(tokens) if tokens else None
+    names = formats.formats_from(weights)
+    quantised = [name for name in names if name != "bf16"]
     shapes = [shape_from(text) for text in shape or SHAPES]
     count = threads or torch.get_num_threads()
     report: Json = {"machine": machine(count)}
     console.print(tables.machine_table(report["machine"]))
+    part: Json = {"gib": gib, "threads": count}
     with torch_threads(count):
-        part: Json = {"gib": gib, "seconds": seconds / len(shapes), "threads": count}
         if with_profile:
-            measure = partial(profiles.measure, tokens=sizes, **part)
-            report["profiles"] = _each(console, shapes, measure, tables.profile_tables)
+            measure = partial(profiles.measure, tokens=given or TOKENS, **part)
+            chosen = _in_formats(shapes, names)
+            report["profiles"] = _each(console, chosen, measure, tables.profile_tables, seconds)
         if with_reuse:
+            measure = partial(reuse.measure, tokens=given or reuse.REUSE_TOKENS, **part)
             chosen = shapes if shape else [shape_from(text) for text in reuse.REUSE_SHAPES]
-            part["seconds"] = seconds / len(chosen)
-            measure = partial(reuse.measure, tokens=sizes if tokens else reuse.REUSE_TOKENS, **part)
-            report["reuse"] = _each(console, chosen, measure, tables.reuse_tables)
-        if not (with_profile or with_reuse):
+            chosen = _in_formats(chosen, names)
+            report["reuse"] = _each(console, chosen, measure, tables.reuse_tables, seconds)
+        question = with_profile or with_reuse
+        if quantised and not question:
+            sizes = given or formats.FORMAT_TOKENS
+            measure = partial(formats.measure, tokens=sizes, weights=quantised, **part)
+            report["formats"] = _each(console, shapes, measure, tables.format_tables, seconds)
+        elif not question:
             others = peers() if with_peers else {}
-            report["shapes"] = _each(
-                console,
-                shapes,
-                lambda each: protocol.measure(
-                    each, sizes, others=others if each.name == PEER_SHAPE else {}, **part
-                ),
-                tables.shape_tables,
-            )
-    if with_host and not (with_profile or with_reuse):
+
+            def beside(each: Shape, seconds: float) -> Json:
+                present = others if each.name == PEER_SHAPE else {}
+                return protocol.measure(
+                    each, given or TOKENS, others=present, seconds=seconds, **part
+                )
+
+            report["shapes"] = _each(console, shapes, beside, tables.shape_tables, seconds)
+    if with_host and not (question or quantised):
         with console.status("measuring fresh processes"):
             report["host"] = fresh.host()
         console.print(tables.host_table(report["host"]))
@@ -138,17 +149,22 @@ def bench(
         print(text)
 
 
+def _in_formats(shapes: Sequence[Shape], weights: Sequence[str]) -> list[Shape]:
+    return [shape.in_format(name) for shape in shapes for name in weights]
+
+
 def _each(
     console: Console,
     shapes: Sequence[Shape],
-    measure: Callable[[Shape], Json],
+    measure: Callable[..., Json],
     show: Callable[[Json], Iterable[RenderableType]],
+    seconds: float,
 ) -> list[Json]:
-    """Measure the shapes one after another and show what was found."""
+    """Measure the shapes one after another, for equal parts of `seconds`, and show what was found."""
     found = []
     for shape in shapes:
         with console.status(f"measuring {shape.name}"):
-            found.append(measure(shape))
+            found.append(measure(shape, seconds=seconds / len(shapes)))
         for table in show(found[-1]):
             console.print(table)
     return found

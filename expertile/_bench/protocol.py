@@ -101,10 +101,15 @@ def bandwidths(streams: dict[str, Probe]) -> Json:
     return {"best": best(streams), "gb_per_s": rates}
 
 
-def speedup(ours: Probe, other: Probe) -> Json:
-    """How many times the bytes a second of another probe ours reaches, within a round."""
+def speedup(ours: Probe, other: Probe, worth: float = 1.0) -> Json:
+    """How many times the bytes a second of another probe ours reaches, within a round.
+
+    worth: how many of the other's bytes are as much work as one of ours.
+    """
     return spread(
-        ours.rates[number] / rate for number, rate in other.rates.items() if number in ours.rates
+        worth * ours.rates[number] / rate
+        for number, rate in other.rates.items()
+        if number in ours.rates
     )
 
 
@@ -142,13 +147,14 @@ def measure(
         "read": bandwidths(streams),
         "peak_tflops": spread(peak.rates.values(), 1e12),
         "cores_used_by_others": disturbance,
-        "calls": [_result(shape, t, each, read, peak) for t, each in probes.items()],
+        "calls": [result(shape, t, each, read, peak) for t, each in probes.items()],
         "peers": compared,
         "absent_peers": {name: why for name, why in others.items() if isinstance(why, str)},
     }
 
 
-def _result(shape: Shape, tokens: int, probe: Probe, read: Probe, peak: Probe) -> Json:
+def result(shape: Shape, tokens: int, probe: Probe, read: Probe, peak: Probe) -> Json:
+    """The calls of a number of tokens, against the ceilings of the same rounds."""
     operations = shape.operations(tokens)
     shares, of_memory = [], []
     for number, rate in probe.rates.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -23,15 +24,30 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
 
 def _title(found: Json, *more: str) -> str:
     """The shape, the ceilings it was measured against, and whether anybody else was at work meanwhile."""
+    read = f"read {_bandwidth(found):.1f} GB/s ({found['read']['best']})"
+    ceilings = ", ".join((read, *more))
+    return "\n".join(
+        (f"{_layer(found)}, {found['layers']} layers", ceilings, *filter(None, [_disturbed(found)]))
+    )
+
+
+def _layer(found: Json) -> str:
     sizes = " × ".join(str(found[name]) for name in ("hidden", "intermediate", "experts"))
+    weights = "" if found["weights"] == "bf16" else f", {found['weights']}"
+    return f"{found['name']}: {sizes}, top-{found['top_k']}{weights}"
+
+
+def _bandwidth(found: Json) -> float:
     read = found["read"]
-    bandwidth = read["gb_per_s"][read["best"]]["median"]
-    title = f"{found['name']}: {sizes}, top-{found['top_k']}, {found['layers']} layers\n"
-    title += ", ".join((f"read {bandwidth:.1f} GB/s ({read['best']})", *more))
+    bandwidth: float = read["gb_per_s"][read["best"]]["median"]
+    return bandwidth
+
+
+def _disturbed(found: Json) -> str | None:
     busy = found["cores_used_by_others"]
-    if busy is not None and busy > _DISTURBED_CORES:
-        title += f"\ndisturbed: other processes kept {busy:.2f} cores busy"
-    return title
+    if busy is None or busy <= _DISTURBED_CORES:
+        return None
+    return f"disturbed: other processes kept {busy:.2f} cores busy"
 
 
 def _percent(share: Json) -> str:
@@ -72,6 +88,38 @@ def shape_tables(found: Json) -> Iterator[Table | str]:
         yield table
     for name, why in found["absent_peers"].items():
         yield f"{name} {why}"
+
+
+def format_tables(found: Json) -> Iterator[Table | str]:
+    """`formats.measure`."""
+    caption = (
+        "For each number of tokens the share of the roofline over the format's own bytes (c: operations set it, not "
+        "memory) and the speed-up over bf16 in the same rounds; bf16 itself: the median of all of those. bits: of a "
+        "weight, scales included."
+    )
+    every = found["formats"]
+    if every:
+        tokens = [str(call["tokens"]) for call in every[0]["calls"]]
+        table = _table(_layer(found), "weights", "bits", "GB/s", *tokens, caption=caption)
+        table.add_row("bf16", "16.00", "", *map(_bf16, *(each["calls"] for each in every)))
+        for each in every:
+            bits = 8 * each["expert_bytes"] / (3 * found["hidden"] * found["intermediate"])
+            cells = (f"{_share(call)}\n{call['speedup']['median']:.2f}×" for call in each["calls"])
+            table.add_row(each["weights"], f"{bits:.2f}", f"{_bandwidth(each):.1f}", *cells)
+        yield table
+    for each in every:
+        if note := _disturbed(each):
+            yield f"{each['weights']} {note}"
+    for name, why in found["absent_formats"].items():
+        yield f"{name}: {why}"
+
+
+def _share(call: Json) -> str:
+    return f"{call['share']['median']:.1%}" + ("c" if call["bound"] == "compute" else "")
+
+
+def _bf16(*calls: Json) -> str:
+    return f"{median(call['bf16']['share']['median'] for call in calls):.1%}"
 
 
 def profile_tables(found: Json) -> Iterator[Table]:

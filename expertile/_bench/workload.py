@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ import typer
 from torch import Tensor
 
 import expertile
+from expertile.runtime.matrices import Matrix
+from expertile.runtime.samples import random_bf16, random_weights
+from expertile.runtime.weights import ExpertWeights
+from expertile.templates import formats
 
 Json = dict[str, Any]
 
@@ -34,11 +38,20 @@ class Shape:
     bias: bool = False
     interleaved: bool = False
     transposed: bool = False
+    weights: str = "bf16"
+
+    def in_format(self, weights: str) -> Shape:
+        """The layer with other weights. Quantised ones are never transposed: checkpoints have none that are."""
+        transposed = self.transposed and weights == "bf16"
+        return replace(self, weights=weights, transposed=transposed)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert's weights."""
-        return 2 * 3 * self.hidden * self.intermediate
+        """Bytes of an expert's weights, codes and scales."""
+        gate_up, down = self.spec().formats()
+        return gate_up.matrix_bytes(2 * self.intermediate, self.hidden) + down.matrix_bytes(
+            self.hidden, self.intermediate
+        )
 
     def operations(self, tokens: int) -> int:
         """Multiplications and additions of a call."""
@@ -49,7 +62,7 @@ class Shape:
         bias = "bf16" if self.bias else None
         sizes = (self.hidden, self.intermediate, self.experts, self.top_k)
         return expertile.ExpertSpec(
-            *sizes, "bf16", self.gate, bias, bias, self.interleaved, self.transposed
+            *sizes, self.weights, self.gate, bias, bias, self.interleaved, self.transposed
         )
 
     @property
@@ -111,34 +124,27 @@ def numbers_from(text: str) -> list[int]:
 class Weights:
     """One layer."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     biases: Json
 
     @classmethod
-    def random(cls, shape: Shape) -> Weights:
-        """Ordinary tensors, every page written."""
+    def random(cls, shape: Shape, seed: int = 0) -> Weights:
+        """Every page written. bf16 weights are ordinary tensors."""
         e, h, i = shape.experts, shape.hidden, shape.intermediate
         sizes = ((e, h, 2 * i), (e, i, h)) if shape.transposed else ((e, 2 * i, h), (e, h, i))
-        names, widths = ("gate_up_bias", "down_bias"), (2 * i, h)
-        biases = (
-            {n: _filled(e, w) for n, w in zip(names, widths, strict=True)} if shape.bias else {}
+        widths = {"gate_up_bias": 2 * i, "down_bias": h} if shape.bias else {}
+        biases = {name: random_bf16(e, width) for name, width in widths.items()}
+        gate_up, down = (
+            _matrices(shape.weights, size, 2 * seed + number) for number, size in enumerate(sizes)
         )
-        return cls(_filled(*sizes[0]), _filled(*sizes[1]), biases)
+        return cls(gate_up, down, biases)
 
 
-def _filled(*size: int) -> Tensor:
-    """bf16 numbers around 0.02: a random block, repeated.
-
-    Its length is no multiple of a page, so no two pages are alike for a host that merges those.
-    """
-    tensor = torch.empty(size, dtype=torch.bfloat16)
-    flat = tensor.view(-1)
-    block = torch.randn(min(flat.numel(), (1 << 22) + 33)).mul_(0.02).bfloat16()
-    whole = flat.numel() // block.numel() * block.numel()
-    flat[:whole].view(-1, block.numel()).copy_(block)
-    flat[whole:].copy_(block[: flat.numel() - whole])
-    return tensor
+def _matrices(weights: str, size: tuple[int, int, int], seed: int) -> Matrix:
+    if weights == "bf16":
+        return random_bf16(*size, seed=seed)
+    return random_weights(formats.resolve(weights), size, seed)
 
 
 # Calls --------------------------------------------------------------------------------------------
@@ -221,12 +227,13 @@ class Subject:
     def of(cls, shape: Shape, gib: float) -> Subject:
         """At least `gib` GiB of weights, in whole layers."""
         count = max(1, -(-int(gib * 2**30) // (shape.experts * shape.expert_bytes)))
-        return cls(shape, [Weights.random(shape) for _ in range(count)])
+        return cls(shape, [Weights.random(shape, number) for number in range(count)])
 
     @property
     def matrices(self) -> list[Tensor]:
-        """All weights but the biases."""
-        return [matrix for w in self.layers for matrix in (w.gate_up, w.down)]
+        """All weights but biases, scales and factors: contiguous tensors `[E, N, …]`, a row in the last dimension."""
+        matrices = (matrix for w in self.layers for matrix in (w.gate_up, w.down))
+        return [_codes(m) if isinstance(m, ExpertWeights) else m for m in matrices]
 
     def compile(self, calls: Iterable[Call]) -> None:
         """Compile what these calls need, for contiguous weights."""
@@ -240,3 +247,8 @@ class Subject:
         count = len(self.layers)
         size = count * self.shape.experts * self.shape.expert_bytes
         return {**asdict(self.shape), "layers": count, "weight_bytes": size}
+
+
+def _codes(weights: ExpertWeights) -> Tensor:
+    codes = weights.parts["codes"].tensors[0]
+    return codes.flatten(2)

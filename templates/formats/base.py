@@ -15,7 +15,7 @@ padded with zeros, because a tile load takes whole tiles and the memory behind t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -107,6 +107,9 @@ class WeightFormat(ABC):
 class ByRows(WeightFormat):
     """A format that can give any chunk of a row."""
 
+    unit: ClassVar[int] = 1
+    """Chunks that share something which is worth working out once for all of them."""
+
     @abstractmethod
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
@@ -115,3 +118,9 @@ class ByRows(WeightFormat):
 
         Reads nothing that is not of this row.
         """
+
+    def decoder(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
+    ) -> Callable[[Value], Value]:
+        """What gives the words of a chunk, for `unit` chunks from `first` on, which is a multiple of it."""
+        return lambda chunk: self.words(b, vectors, matrix, row, chunk)

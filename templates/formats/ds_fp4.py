@@ -2,6 +2,8 @@
 
     codes    int8 [N, K/2], element 2i in the low half of byte i, element 2i + 1 in the high half
     scales   float8_e8m0fnu, or the same as uint8, [N, K/32]
+
+The value is e2m1 · 2^(s − 127).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def scaled_words(b: Builder, vectors: Vectors, codes: Value, scale: Value) -> Value:
     """The 32 e4m3 at an address times a number, in all lanes of an fp32 vector, as bf16 pairs.
 
-    The codes are put such that the words come out as pairs of elements i and i + 16: a shift gives the first 16 elements
+    The codes are put such that the words come out as pairs of elements i and i + 16: a shift gives the first 16
     as fp32, a mask the others.
     """
     bytes_ = codes.load(vec(i8, CHUNK))

@@ -37,8 +37,8 @@ _SIDE_CHUNKS = _SIDE // CHUNK
 class Fp8Block(Quantized):
     """A scale for each block of 128 by 128; N and K need not be multiples of 128.
 
-    A weight is e4m3 · s, formed in fp32 and rounded to bf16: it is off by up to 2⁻⁸ of itself (products in a layer by less
-    than 4e-3).
+    A weight is e4m3 · s, formed in fp32 and rounded to bf16: it is off by up to 2⁻⁸ of itself (products in a layer by
+    less than 4e-3).
     """
 
     scale: str = "float32"

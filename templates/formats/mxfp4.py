@@ -1,4 +1,4 @@
-"""mxfp4, as gpt-oss checkpoints keep it: e2m1 in groups of 32 with a power of two (OCP microscaling formats, version 1.0).
+"""mxfp4, as gpt-oss checkpoints keep it: e2m1 in groups of 32 with a power of two (OCP microscaling formats, 1.0).
 
     codes    uint8 [N, K/32, 16], element 2i in the low half of byte i, element 2i + 1 in the high half
     scales   uint8 [N, K/32], e8m0
@@ -23,9 +23,9 @@ from expertile.templates.formats.quantized import (
     low_first,
     nibbles,
     numbers,
-    scaled_table,
     split_nibbles,
 )
+from expertile.templates.formats.tables import scaled_table
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Mxfp4(Quantized):
     """Groups of 32."""
 
     name = "mxfp4"
-    decode_cycles = 3.0
+    decode_cycles = 2.5
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = columns // CHUNK

@@ -4,8 +4,8 @@
     scales   float8_e4m3fn [N, K/16]
     factor   float32, one number g
 
-The value is e2m1 · s · g where g is ModelOpt's `weight_scale_2`, and e2m1 · s / g where it is the `weight_global_scale` of
-compressed-tensors.  Chunks are e2m1 · s, exact in bf16; g is left to the fp32 sums: no weight is rounded.
+The value is e2m1 · s · g where g is ModelOpt's `weight_scale_2`, and e2m1 · s / g where it is the `weight_global_scale`
+of compressed-tensors.  Chunks are e2m1 · s, exact in bf16; g is left to the fp32 sums: no weight is rounded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from expertile.templates.formats.quantized import (
     low_first,
     nibbles,
     numbers,
-    scaled_table,
     split_nibbles,
 )
+from expertile.templates.formats.tables import scaled_table
 
 _GROUP = 16
 """Elements that share a scale: half a chunk."""
@@ -42,7 +42,7 @@ class Nvfp4(Quantized):
     """Whether values are divided by the factor. The sums are then multiplied by 1 / g, rounded to fp32."""
 
     name = "nvfp4"
-    decode_cycles = 4.0
+    decode_cycles = 3.5
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

@@ -1,11 +1,11 @@
 """What quantised formats have in common: codes with scales, and a chunk of bf16 worked out from them in registers.
 
 A format has three faces.  **Check**: the tensors it consists of (`parts`).  **Reference**: the exact value of every
-element (`values`, NumPy).  **A tile**: a kernel's way to 32 k's of a row (`words`).  Kernel and reference share the table
-that says what a code is worth.
+element (`values`, NumPy).  **A tile**: a kernel's way to 32 k's of a row (`words`).  Kernel and reference share the
+table that says what a code is worth.
 
-All kernels give the same bits: a value is formed in fp32 and rounded to bf16 once; what is below 2⁻¹²⁶ becomes a zero of
-its sign, what is too large becomes infinity, and a NaN scale gives NaN.
+All kernels give the same bits: a value is formed in fp32 and rounded to bf16 once; what is below 2⁻¹²⁶ becomes a zero
+of its sign, what is too large becomes infinity, and a NaN scale gives NaN.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ E2M1 = tuple(
 INT4 = tuple(float(code - 8) for code in range(16))
 """Integers of 4 bits, stored with 8 added."""
 
-_TABLES = {"float8_e4m3fn": E4M3, "float8_e8m0fnu": E8M0, "uint8": E8M0}
+BYTE_SCALES = {"float8_e4m3fn": E4M3, "float8_e8m0fnu": E8M0, "uint8": E8M0}
 """What the bytes of a scale mean; microscaling checkpoints keep e8m0 as uint8."""
 
 SCALE_BYTES = {
@@ -195,35 +195,35 @@ SCALE_BYTES = {
 def numbers(raw: np.ndarray, dtype: str) -> np.ndarray:
     """Scales from their bytes: uint8 `[…, n · bytes]` to float64 `[…, n]`."""
     raw = np.ascontiguousarray(raw)
-    if dtype in _TABLES:
-        return np.array(_TABLES[dtype])[raw]
+    if dtype in BYTE_SCALES:
+        return np.array(BYTE_SCALES[dtype])[raw]
     if dtype == "bfloat16":
-        found = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        found = raw.view(dtype)
+        raw = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    found = raw.view(np.float16 if dtype == "float16" else np.float32)
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         return found.astype(np.float64)
 
 
 def load_number(b: Builder, address: Value, dtype: str) -> Value:
-    """The scale at an address, as an fp32 number."""
+    """The scale at an address, as an fp32 number. One of 16 bits may lie anywhere, as in blocks of bytes."""
     if dtype == "float32":
         return address.load(f32)
     if dtype == "float16":
-        return address.load(f16).to(f32)
+        return address.load(f16, align=1).to(f32)
     if dtype == "bfloat16":
-        return (address.load(i16).zext(i32) << 16).bitcast(f32)
-    table = b.constant_bytes(np.array(_TABLES[dtype], np.float32).tobytes())
+        return (address.load(i16, align=1).zext(i32) << 16).bitcast(f32)
+    table = b.constant_bytes(np.array(BYTE_SCALES[dtype], np.float32).tobytes())
     return table.at(address.load(i8).zext(i64) * 4).load(f32)
 
 
 def splat_number(b: Builder, address: Value, dtype: str) -> Value:
-    """The scale at an address in 16 fp32 lanes."""
-    if dtype == "bfloat16":  # straight from memory, in every other i16 lane; the way by a scalar is a longer one
-        words = b.splat(address.load(i16), CHUNK).bitcast(vec(i32, GROUP))
+    """The same in 16 fp32 lanes."""
+    if dtype == "bfloat16":  # straight from memory: by way of a scalar it would take longer
+        words = b.splat(address.load(i16, align=1), CHUNK).bitcast(vec(i32, GROUP))
         return (words << 16).bitcast(Floats)
     if dtype == "float16":
-        return b.splat(address.load(i16), GROUP).bitcast(vec(f16, GROUP)).to(Floats)
+        words = b.splat(address.load(i16, align=1), GROUP)
+        return words.bitcast(vec(f16, GROUP)).to(Floats)
     return b.splat(load_number(b, address, dtype), GROUP)
 
 
@@ -254,28 +254,13 @@ def unpack_floats(b: Builder, words: Value) -> tuple[Value, Value]:
 def nibbles(b: Builder, address: Value, order: Callable[[int], tuple[int, bool]]) -> Value:
     """32 codes of 4 bits from the 16 bytes at `address`: an i16 vector with **more than the code** in its high bits.
 
-    `order(k)` says which byte the code of element k is in, and whether in its high half.  Bits above the fourth are those
-    of the neighbour: mask them, or look up in a table whose upper half repeats the lower.
+    `order(k)` says which byte the code of element k is in, and whether in its high half.  Bits above the fourth may be
+    those of a neighbour: mask them, or look up in a table whose upper half repeats the lower.
     """
     pairs = address.load(vec(i16, 8), align=1)  # of bytes: spreading them takes one instruction
     places = [order(k) for k in range(CHUNK)]
     spread = pairs.shuffle([byte // 2 for byte, _ in places])
     return spread >> b.const(vec(i16, CHUNK), [byte % 2 * 8 + high * 4 for byte, high in places])
-
-
-def scaled_table(
-    b: Builder, values: Sequence[float], dtype: str, address: Value, lanes: int = GROUP
-) -> Value:
-    """The bf16 bits of 16 code values times the scale of one byte at an address: an i16 vector, read from memory.
-
-    In 32 `lanes` they are there twice.  The tables of all 256 scales are constants, 512 · lanes bytes, of which the scales
-    that occur take up a few lines of cache: a load instead of multiplying and rounding.
-    """
-    with np.errstate(over="ignore"):  # to infinity, as in a kernel
-        products = np.outer(_TABLES[dtype], np.tile(values, lanes // len(values))).astype(np.float32)
-    tables = b.constant_bytes(round_values(products).tobytes())
-    at = address.load(i8).zext(i64) * (2 * lanes)
-    return tables.at(at).load(vec(i16, lanes), align=2 * lanes)
 
 
 def lookup_16(b: Builder, vectors: Vectors, table: Value, index: Value) -> Value:

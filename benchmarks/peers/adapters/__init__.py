@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from peers.inputs import Size
+from peers.inputs import Matrix, Size
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A layer: x `[tokens, hidden]`, ids and fp32 router weights `[tokens, top_k]`; returns `[tokens, hidden]`."""
@@ -45,6 +45,8 @@ class Peer:
     """Another peer whose environment it shares; default: one of its own, by its name."""
     weights: ClassVar[str] = "plain"
     """"plain": read where PyTorch has them; "repacked": copied into an order of its own, the original dropped."""
+    formats: ClassVar[tuple[str, ...]] = ("bf16",)
+    """The weight formats it has kernels for: "bf16" and names of `peers.formats.FORMATS`."""
     scratch: ClassVar[int] = 4
     """Bytes of memory it keeps for each row of a token and expert, by column of hidden + intermediate, about."""
     x_dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -56,8 +58,8 @@ class Peer:
         """Load the library; returns which kernels it uses here. Raises anything if it can't run here."""
         raise NotImplementedError
 
-    def layer(self, gate_up: Tensor, down: Tensor) -> Mapping[str, Run]:
-        """By implementation. The tensors are freed unless it keeps them."""
+    def layer(self, gate_up: Matrix, down: Matrix) -> Mapping[str, Run]:
+        """By implementation. The weights, in the setup's format, are freed unless it keeps them."""
         raise NotImplementedError
 
     def refusal(self, implementation: str, tokens: int) -> str | None:

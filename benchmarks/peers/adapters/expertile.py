@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from peers.adapters import Peer, Run, Setup, register
+from peers.formats import FORMATS
+from peers.inputs import Matrix
 
 _CALIBRATIONS, _CANDIDATES = 5, 4
 
@@ -19,6 +22,7 @@ class Expertile(Peer):
     name = "expertile"
     implementations = ("expertile",)
     requirements = ()
+    formats = ("bf16", *FORMATS)
 
     def start(self, setup: Setup) -> str:
         import expertile
@@ -26,22 +30,41 @@ class Expertile(Peer):
 
         size = setup.size
         spec = expertile.ExpertSpec(
-            size.hidden, size.intermediate, size.experts, size.top_k, "bf16", "silu"
+            size.hidden, size.intermediate, size.experts, size.top_k, size.weights, "silu"
         )
         expertile.compile(spec, list(setup.rows))
-        self.threads = setup.threads
+        self.threads, self.format = setup.threads, size.weights
         self.regions: list[Tensor] = []
         return f"fused_experts {isa.select().name}"
 
-    def layer(self, gate_up: Tensor, down: Tensor) -> Mapping[str, Run]:
+    def layer(self, gate_up: Matrix, down: Matrix) -> Mapping[str, Run]:
         import expertile
 
-        self.regions += [gate_up, down]
+        first, second = self._in_place(gate_up), self._in_place(down)
 
         def run(x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
-            return expertile.fused_experts(x, gate_up, down, ids, router)
+            return expertile.fused_experts(x, first, second, ids, router)
 
         return {"expertile": run}
+
+    def _in_place(self, matrix: Matrix) -> Any:
+        """What `fused_experts` takes. The codes are what is read to find out how fast that can be done."""
+        from expertile.runtime.parts import collect
+        from expertile.runtime.weights import ExpertWeights
+        from expertile.templates import formats
+
+        if isinstance(matrix, Tensor):
+            self.regions.append(matrix)
+            return matrix
+        self.regions.append(matrix.codes.flatten(2))
+        _, rows, columns = matrix.shape
+        scheme = formats.resolve(self.format).laid_out(columns)
+        tensors = {"codes": matrix.codes, "scales": matrix.scales}
+        parts = {
+            name: collect(name, tensors[name], part.dtypes)
+            for name, part in scheme.parts(rows, columns).items()
+        }
+        return ExpertWeights(scheme, matrix.shape, parts)
 
     def calibrate(self) -> list[str]:
         """Find the fastest ways to read these weights; returns their names."""

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from peers.adapters import Peer, Run, Setup, register
+from peers.inputs import Matrix
 
-_F32, _I32, _BF16 = 0, 26, 30  # of enum ggml_type
+_F32, _I32 = 0, 26  # of enum ggml_type
+_TYPES = {"bf16": 30, "q4_0": 2, "q8_0": 8, "q4_K": 12, "q6_K": 14}
 _GRAPH_NODES = 256
 _Pointer = ctypes.c_void_p
 _I64, _Size = ctypes.c_int64, ctypes.c_size_t
@@ -79,7 +81,10 @@ class _Ggml:
 
 @register
 class LlamaCpp(Peer):
-    """`mul_mat_id` · `swiglu` · `mul_mat_id` · weighted sum, on bf16 weights where they are and fp32 activations."""
+    """`mul_mat_id` · `swiglu` · `mul_mat_id` · weighted sum, on weights where they are and fp32 activations.
+
+    It rounds those to the type that goes with the weights': bf16, or blocks of int8.
+    """
 
     name = "llama.cpp"
     implementations = ("llama.cpp",)
@@ -89,6 +94,7 @@ class LlamaCpp(Peer):
     )
     install_variables = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}  # noqa: RUF012
     scratch = 8
+    formats = tuple(_TYPES)
     x_dtype = torch.float32
     ids_dtype = torch.int32
 
@@ -101,9 +107,9 @@ class LlamaCpp(Peer):
             for tokens in setup.tokens
         }
         vectors = "avx512_bf16" if self.ggml.cpu_has_avx512_bf16() else "no avx512_bf16"
-        return f"mul_mat_id bf16 ({vectors})"
+        return f"mul_mat_id {setup.size.weights} ({vectors})"
 
-    def layer(self, gate_up: Tensor, down: Tensor) -> Mapping[str, Run]:
+    def layer(self, gate_up: Matrix, down: Matrix) -> Mapping[str, Run]:
         graphs = {tokens: _Graph(self, gate_up, down, tokens) for tokens in self.setup.tokens}
         return {"llama.cpp": lambda x, ids, router: graphs[len(x)](x, ids, router)}
 
@@ -111,7 +117,7 @@ class LlamaCpp(Peer):
 class _Graph:
     """A layer for one number of tokens. Its scratch is shared with the other layers' graphs of that size."""
 
-    def __init__(self, peer: LlamaCpp, gate_up: Tensor, down: Tensor, tokens: int) -> None:
+    def __init__(self, peer: LlamaCpp, gate_up: Matrix, down: Matrix, tokens: int) -> None:
         self.ggml, self.backend, self.allocator = peer.ggml, peer.backend, peer.allocators[tokens]
         self.size, self.tokens, self.weights = peer.setup.size, tokens, (gate_up, down)
 
@@ -144,12 +150,14 @@ class _Graph:
             raise MemoryError(f"ggml could not allocate the graph of {tokens} tokens")
         return graph, x, ids, router, out
 
-    def _weight(self, context: int, weight: Tensor) -> int:
+    def _weight(self, context: int, weight: Matrix) -> int:
         """The tensor in place."""
-        buffer = self.ggml.backend_cpu_buffer_from_ptr(weight.data_ptr(), 2 * weight.numel())
+        data = weight if isinstance(weight, Tensor) else weight.codes
+        buffer = self.ggml.backend_cpu_buffer_from_ptr(data.data_ptr(), data.nbytes)
         experts, rows, columns = weight.shape
-        tensor: int = self.ggml.new_tensor_3d(context, _BF16, columns, rows, experts)
-        self.ggml.backend_tensor_alloc(buffer, tensor, weight.data_ptr())
+        type_ = _TYPES[self.size.weights]
+        tensor: int = self.ggml.new_tensor_3d(context, type_, columns, rows, experts)
+        self.ggml.backend_tensor_alloc(buffer, tensor, data.data_ptr())
         return tensor
 
     def __call__(self, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
