@@ -362,6 +362,19 @@ def test_pairs_and_lists(isa: str) -> None:
     oracle.assert_same_bits(got, reference(case))
 
 
+def test_as_an_operator(isa: str) -> None:
+    """A recorded call says which activations it wants."""
+    case = make_case(15, tokens=3, hidden=64, intermediate=32)
+    weights = case.weights
+
+    def layer(x: Tensor) -> Tensor:
+        given = weights.gate_up, weights.down, case.ids, case.router
+        return expertile.fused_experts(x, *given, activations="int8")
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    oracle.assert_same_bits(compiled(case.x), reference(case))
+
+
 # Tokens that are not like others --------------------------------------------------------------------------------------
 
 
