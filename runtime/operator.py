@@ -1,8 +1,8 @@
 """`torch.ops.expertile.fused_experts`: the layer as a PyTorch operator, so that torch.compile(fullgraph=True) keeps it.
 
 Registered through torch.library.Library with a fake kernel (the `custom_op` decorator costs a second at first use and
-9 µs a call).  Gates travel as their name and their parameters.  Weights are the tensors they consist of, and a text with
-a line for each matrix (two for a pair): empty for a plain tensor, see `descriptions` for :class:`ExpertWeights`.
+9 µs a call).  Gates travel as their name and their parameters.  Weights are the tensors they consist of, with a text
+that has a line for each matrix (two for a pair): empty for a plain tensor, see `descriptions` for `ExpertWeights`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -48,7 +50,7 @@ def _matrices(name: str, tensors: Sequence[torch.Tensor], text: str) -> list[Mat
     lines = text.split("\n")
     if lines == [""]:
         return [_one(name, tensors)]
-    counts = [descriptions.decode(f"{name}_format", line).count if line else 1 for line in lines]
+    counts = [descriptions.decode(f"{name}_format", line).tensors if line else 1 for line in lines]
     if sum(counts) != len(tensors):
         raise ArgumentError(
             f"{name}: expected {sum(counts)} tensors, as {name}_format says, got {len(tensors)}"
@@ -66,7 +68,8 @@ def parameters(gate: Gate) -> list[float]:
     return [float(getattr(gate, field.name)) for field in fields(gate)]
 
 
-def gate_from(name: str, values: Sequence[float]) -> Gate:
+@lru_cache(maxsize=256)
+def gate_from(name: str, values: tuple[float, ...]) -> Gate:
     """The gate of a name with these parameters (its usual ones if none are given)."""
     gate = gates.resolve(name)
     names = [field.name for field in fields(gate)]
@@ -101,7 +104,7 @@ def _compute(
         second[0],
         _optional("gate_up_bias", gate_up_bias),
         _optional("down_bias", down_bias),
-        gate_from(gate, gate_parameters),
+        gate_from(gate, tuple(gate_parameters)),
         interleaved,
         transposed,
     )
@@ -136,6 +139,9 @@ def _fake(
 _library.impl("fused_experts", _compute, "CPU")
 torch.library.register_fake("expertile::fused_experts", _fake, lib=_library)
 
+OPERATOR = torch.ops.expertile.fused_experts.default
+"""Takes the arguments of `_SCHEMA`."""
+
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, ExpertWeights, type(None)})
 """Types of arguments whose data is where `data_ptr()` says."""
@@ -162,12 +168,10 @@ def fused_experts(
     """
     gate_up = weights.gate_up
     first = gate_up if isinstance(gate_up, tuple) else (gate_up,)
-    arguments = (x, topk_ids, topk_weights, *first, *weights[1:4])
-    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if not (recording or _subclassed(arguments)):
+    if not _seen((x, topk_ids, topk_weights, *first, *weights[1:4])):
         return layer.run(x, weights, topk_ids, topk_weights)
     gate = weights.gate
-    output = torch.ops.expertile.fused_experts(
+    output: torch.Tensor = OPERATOR(
         x,
         _tensors(first),
         _tensors([weights.down]),
@@ -182,8 +186,32 @@ def fused_experts(
         _format(first),
         _format([weights.down]),
     )
-    assert isinstance(output, torch.Tensor)
     return output
+
+
+def apply(
+    x: torch.Tensor,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_bias: list[torch.Tensor],
+    down_bias: list[torch.Tensor],
+    *settings: Any,
+) -> torch.Tensor:
+    """What the operator gives for its arguments, by a call of it only where PyTorch must see it."""
+    tensors = [x, *gate_up, *down, topk_ids, topk_weights, *gate_up_bias, *down_bias]
+    call = OPERATOR if _seen(tensors) else _compute
+    output: torch.Tensor = call(
+        x, gate_up, down, topk_ids, topk_weights, gate_up_bias, down_bias, *settings
+    )
+    return output
+
+
+def _seen(arguments: Sequence[object]) -> bool:
+    """Whether PyTorch must see a call with these arguments."""
+    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return recording or _subclassed(arguments)
 
 
 def _tensors(matrices: Sequence[Matrix]) -> list[torch.Tensor]:

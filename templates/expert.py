@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertile.codegen import isa as isas
-from expertile.codegen.ir import L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
+from expertile.codegen.ir import Builder, L, Module, Value, f32, i1, i16, i32, i64, ptr, vec
 from expertile.codegen.isa import BTile, Pass, TilePlan, Variant
 from expertile.codegen.layouts import CHUNK, GROUP, chunks_of, groups_of
 from expertile.templates.formats.base import ByRows, Matrix, WeightFormat
