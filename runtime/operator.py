@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from expertile.runtime import checks, descriptions, layer
+from expertile.runtime import descriptions, layer
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
+from expertile.runtime.tensors import no_grad
 from expertile.runtime.weights import ExpertWeights, rebuild
 from expertile.templates import gates
 from expertile.templates.gates import Gate
@@ -132,7 +133,7 @@ def _fake(
         "down_bias": down_bias,
     }.items():
         for tensor in tensors:
-            checks.no_grad(name, tensor)
+            no_grad(name, tensor)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
