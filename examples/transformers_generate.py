@@ -4,7 +4,8 @@
 
 The model is a small one with random weights, made from a configuration, so that nothing is
 downloaded. For a real one, put in `AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16",
-experts_implementation="expertile")`, once `expertile.transformers` is imported.
+experts_implementation="expertile")`, once `expertile.transformers` is imported: experts of FP8 and
+gpt-oss checkpoints then stay in their format (docs/transformers.md).
 """
 
 import torch

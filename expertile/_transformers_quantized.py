@@ -1,8 +1,7 @@
 """Quantised experts in Transformers: how the modules store them, and loading that keeps them.
 
-On a CPU, Transformers dequantises FP8 and mxfp4 checkpoints to bf16 while it loads them, as it has no kernels for them.
-The quantisers here leave the experts as they are in the checkpoint if they are to run on "expertile", and everything else
-to Transformers.
+On a CPU, Transformers dequantises FP8 and mxfp4 checkpoints to bf16 while it loads them. The quantisers here leave the
+experts as they are in the checkpoint if they are to run on "expertile", and everything else to Transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -70,7 +70,7 @@ def stored(module: nn.Module, name: str, gated: bool) -> Stored | None:
         return Stored(f"{name}_blocks", f"{name}_scales", _format(Mxfp4()))
     names = name, f"{name}_scale_inv"
     codes, scales = map(parameters.get, names)
-    if codes is None or scales is None:
+    if codes is None or scales is None or codes.element_size() > 1:
         return None
     half = codes.shape[1] // 2 if gated else 0
     block = getattr(module, "block_size", None)
@@ -95,7 +95,7 @@ def _format(scheme: WeightFormat, half: int = 0) -> str:
 class Mxfp4ExpertsInterface(ExpertsInterface):
     """Implementations of :class:`Mxfp4Experts`."""
 
-    _global_mapping: dict[str, Callable[..., Any]] = {}
+    _global_mapping: ClassVar[dict[str, Callable[..., Any]]] = {}  # type: ignore[misc]
 
     def get_interface(self, experts_implementation: str, default: Callable) -> Callable:
         """The implementation, or the module's own, which says that there is none."""
@@ -126,7 +126,7 @@ class Mxfp4Experts(nn.Module):
 
     def forward(self, *_: Tensor) -> Tensor:
         """Called for any other implementation. Raises NotImplementedError."""
-        chosen = self.config._experts_implementation
+        chosen = self.config._experts_implementation  # type: ignore[union-attr]
         raise NotImplementedError(
             f"these experts were kept in mxfp4 for 'expertile', and {chosen!r} needs them in bf16: load the model with "
             f"from_pretrained(..., experts_implementation={chosen!r})"
@@ -141,8 +141,14 @@ def _ours(model: nn.Module) -> bool:
     return model.config.get_text_config()._experts_implementation == "expertile"  # type: ignore
 
 
+_OTHERS = r"(?!.*\.experts$).*"
+"""All modules but experts, as Transformers describes modules to leave out."""
+
+
 class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
     """Keeps FP8 experts where Transformers would dequantise them unasked."""
+
+    _kept = False
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         asked = self.quantization_config.dequantize
@@ -151,13 +157,20 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)
-        if self._unasked and _ours(model):
+        self._kept = self._unasked and _ours(model)
+        if self._kept:
             config = copy.copy(self.quantization_config)
             config.dequantize = False
-            others = r"(?!.*\.experts$).*"
-            skipped = [*(self.modules_to_not_convert or []), others]
+            skipped = [*(self.modules_to_not_convert or []), _OTHERS]
             # Transformers looks at the parameters there are: what has scales of its own is not dequantised.
             replace_with_fp8_linear(model, skipped, config, pre_quantized=True)
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        if self._kept:  # such that the model says what it is, and can be saved
+            skipped = self.quantization_config.modules_to_not_convert or []
+            self.quantization_config.modules_to_not_convert = [*skipped, _OTHERS]
+            self.quantization_config.dequantize = False
+        return super().postprocess_model(model, **kwargs)
 
 
 class _Mxfp4Quantizer(Mxfp4HfQuantizer):
@@ -184,9 +197,13 @@ class _Mxfp4Quantizer(Mxfp4HfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         # Kept parameters have the names they have in the checkpoint.
-        return [] if self._kept else super().get_weight_conversions()  # type: ignore[no-any-return]
+        return [] if self._kept else super().get_weight_conversions()
 
 
 def keep_experts() -> None:
-    """Make Transformers load with the quantisers above."""
-    AUTO_QUANTIZER_MAPPING.update(fp8=_Fp8Quantizer, mxfp8=_Fp8Quantizer, mxfp4=_Mxfp4Quantizer)
+    """Make Transformers load with the quantisers above, where it can dequantise a part of a model only.
+
+    That it does by the parameters there are; versions before that know a model's `dequantize`, and do that as ever.
+    """
+    if hasattr(HfQuantizer, "serialized_names"):
+        AUTO_QUANTIZER_MAPPING.update(fp8=_Fp8Quantizer, mxfp8=_Fp8Quantizer, mxfp4=_Mxfp4Quantizer)

@@ -26,6 +26,7 @@ from expertile.runtime import openmp, tuning
 from expertile.runtime.choice import Size
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.tuning import Result
+from expertile.templates import formats
 from expertile.templates.expert import ExpertKernel
 
 Json = dict[str, Any]
@@ -40,6 +41,9 @@ def command(
         typer.Option(help="Tokens an expert. Default: a dozen sizes, from 1 to 8 full blocks."),
     ] = None,
     gate: Annotated[str | None, typer.Option(help="Default: the shape's.")] = None,
+    weights: Annotated[
+        str, typer.Option(help=f"Weight format: bf16, {', '.join(formats.names())}.")
+    ] = "bf16",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: as a layer would use.")
     ] = None,
@@ -57,10 +61,11 @@ def command(
 ) -> None:
     """Measure which kernel variants are fastest for a layer shape, and keep them for later processes.
 
-    Results hold for this machine, and for all layers of these widths with the same gate, biases and weight layout. They
+    Results hold for this machine, and for all layers of these widths with the same gate, biases and weight format. They
     change how fast a layer is, never what it computes.
     """
-    shapes = [_with_gate(shape_from(text), gate) for text in shape]
+    shapes = [_with_gate(shape_from(text), gate).in_format(weights) for text in shape]
+    specs = [each.spec() for each in shapes]
     sizes = (
         None if rows is None else tuning.sizes_of(numbers_from(rows), isas.select().block_tokens)
     )
@@ -71,10 +76,10 @@ def command(
         raise ArgumentError(f"--output: expected a directory that exists, got {output.parent}")
     out, err = Console(quiet=as_json), Console(stderr=True)
     report: Json = {"machine": machine(count), "shapes": []}
-    for each in shapes:
+    for each, spec in zip(shapes, specs, strict=True):
         with torch_threads(count), _bar(each, err) as advance:
             results = tuning.tune(
-                each.spec(), sizes, seconds=seconds / len(shapes), candidates=candidates, gib=gib,
+                spec, sizes, seconds=seconds / len(shapes), candidates=candidates, gib=gib,
                 progress=advance,
             )  # fmt: skip
         report["shapes"].append({**asdict(each), "results": [_as_json(r) for r in results]})
@@ -132,7 +137,7 @@ def _as_json(result: Result) -> Json:
 
 def _table(shape: Shape, results: Iterable[Result]) -> Table:
     table = Table(
-        title=f"{shape.name}: the predicted best variant and the fastest other (kept ones are bold)\n"
+        title=f"{shape.name}, {shape.weights}: the predicted best variant and the fastest other (kept ones are bold)\n"
         "gain: time of the one over that of the other, median (quartiles)",
         title_justify="left",
     )

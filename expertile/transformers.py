@@ -45,7 +45,7 @@ except ImportError as error:
         "pip install 'expertile[transformers]'"
     ) from error
 
-from expertile._transformers_quantized import (  # noqa: E402
+from expertile._transformers_quantized import (
     Mxfp4ExpertsInterface,
     Stored,
     keep_experts,
@@ -88,9 +88,9 @@ def experts_forward(
             interleaved=layer.interleaved,
             transposed=layer.transposed,
         )
-    # The operator takes what the module holds now, also while torch.compile records.
+    # As the operator takes it, torch.compile sees the tensors that the module holds at that moment.
     first, down = layer.quantized
-    output: Tensor = torch.ops.expertile.fused_experts(
+    return operator.apply(
         hidden_states,
         first.tensors(module),
         down.tensors(module),
@@ -105,7 +105,6 @@ def experts_forward(
         first.format,
         down.format,
     )
-    return output
 
 
 @dataclass(frozen=True)

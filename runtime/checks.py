@@ -5,13 +5,12 @@ Values of ids are checked by the driver, which reads them anyway; everything els
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from expertile.runtime.errors import ArgumentError, DtypeError
+from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.spec import ExpertSpec
+from expertile.runtime.tensors import last_contiguous, tensor
 from expertile.runtime.weights import ExpertWeights
 from expertile.templates.formats import Quantized
 from expertile.templates.formats.base import WeightFormat
@@ -22,54 +21,6 @@ HIDDEN_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f
 ROUTER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ID_BYTES = {torch.int32: 4, torch.int64: 8}
 BIAS_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
-
-def _names(dtypes: Mapping[torch.dtype, object]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def tensor(
-    name: str, value: object, rank: int, dtypes: Mapping[torch.dtype, object], how: str = ""
-) -> None:
-    """Raise unless `value` is a dense CPU tensor of the rank and one of the dtypes."""
-    if not isinstance(value, torch.Tensor):
-        raise DtypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise ArgumentError(
-            f"{name}: expected a dense (strided) tensor, got layout {value.layout}; use .to_dense()"
-        )
-    if value.device.type != "cpu":
-        raise ArgumentError(
-            f"{name}: expected a tensor on the CPU, got device {value.device}; use .cpu()"
-        )
-    if value.dim() != rank:
-        raise ArgumentError(f"{name}: expected {rank} dimensions, got shape {tuple(value.shape)}")
-    if value.dtype not in dtypes:
-        got = str(value.dtype).removeprefix("torch.")
-        raise DtypeError(f"{name}: expected {_names(dtypes)}, got {got}{how}")
-    if value.is_neg():
-        raise ArgumentError(
-            f"{name}: is a lazily negated view, whose memory holds other numbers; use .resolve_neg()"
-        )
-    no_grad(name, value)
-
-
-def no_grad(name: str, value: torch.Tensor) -> None:
-    """Raise if autograd would record what happens to `value`."""
-    if torch.is_grad_enabled() and value.requires_grad:
-        raise ArgumentError(
-            f"{name}: requires grad, but Expertile computes inference only; call it under torch.no_grad() or "
-            "torch.inference_mode(), or use .detach()"
-        )
-
-
-def last_contiguous(name: str, value: torch.Tensor) -> None:
-    """Raise unless neighbours in the last dimension are neighbours in memory."""
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise ArgumentError(
-            f"{name}: expected a contiguous last dimension (stride 1), got strides {tuple(value.stride())}; "
-            "use .contiguous()"
-        )
 
 
 def layer(
@@ -129,7 +80,7 @@ def _matrix(name: str, value: Matrix, weights: LayerWeights) -> tuple[Shape, Wei
             raise ArgumentError(f"transposed: expected False where {name} is {value!r}")
         return value.shape, value.scheme
     convert = "; convert once with .to(torch.bfloat16), or make expertile.ExpertWeights of it"
-    tensor(name, value, 3, {torch.bfloat16: None}, convert)
+    tensor(name, value, 3, [torch.bfloat16], convert)
     last_contiguous(name, value)
     if min(value.stride()) < 0 or value.numel() == 0:
         raise ArgumentError(
@@ -172,8 +123,8 @@ def _splits(spec: ExpertSpec, format_: WeightFormat, pair: bool) -> None:
     up_row = 1 if spec.interleaved else spec.intermediate
     if up_row % format_.shared_rows:
         raise ArgumentError(
-            f"gate_up: {format_.name} has a scale for {format_.shared_rows} rows, and the up half begins at row {up_row}; "
-            "pass gate and up apart, as a pair"
+            f"gate_up: {format_.name} has a scale for {format_.shared_rows} rows, and the up half begins at row "
+            f"{up_row}; pass gate and up apart, as a pair"
         )
 
 

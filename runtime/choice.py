@@ -42,6 +42,8 @@ _CROWDED = 0.25
 _ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
+_STAGE_CYCLES = 6.0
+"""Core cycles to write a chunk of a decoded row to L2 and to have it back, beside decoding it."""
 _L1_PART = 1.6
 """Working sets a bit larger than L1 still do: what is read in order comes back in time."""
 
@@ -178,7 +180,7 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
     asking = _ASK_CYCLES * len(variant.ahead)
-    copying = decode + _L2_CYCLES + 1 if written else 0.0
+    copying = decode + (_STAGE_CYCLES if variant.staged else _L2_CYCLES + 1) if written else 0.0
     return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
 
 

@@ -31,11 +31,8 @@ class Description(NamedTuple):
     """Without strides."""
     parts: tuple[tuple[str, int | None], ...]
     """A part's name, and how many tensors it consists of, or None for one of all experts."""
-
-    @property
-    def count(self) -> int:
-        """How many tensors there are."""
-        return sum(1 if number is None else number for _, number in self.parts)
+    tensors: int
+    """How many there are."""
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +58,8 @@ def decode(name: str, text: str) -> Description:
             f"{name}: expected a description of version {VERSION}, got {version!r}; export again with this Expertile"
         )
     try:
-        return Description(_kinds()[kind](row_bytes=0, **parameters), tuple(parts.items()))
+        tensors = sum(1 if number is None else number for number in parts.values())
+        return Description(_kinds()[kind](row_bytes=0, **parameters), tuple(parts.items()), tensors)
     except (KeyError, TypeError, AttributeError):
         known = ", ".join(_kinds())
         raise ArgumentError(

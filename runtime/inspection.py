@@ -22,7 +22,7 @@ from expertile.runtime.driver import driver_ir
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.jit import Spec
 from expertile.runtime.spec import DTYPES, ExpertSpec, contiguous
-from expertile.templates import gates
+from expertile.templates import formats, gates
 from expertile.templates.expert import ExpertKernel
 from expertile.templates.tokens import Finish, Gather
 
@@ -68,11 +68,23 @@ _KEYS = {
     "dtype": _Key("dtype of the hidden states", DTYPES, "bf16"),
     "interleaved": _Key("gate and up alternate", _SWITCH, "false"),
     "transposed": _Key("weights lie [inputs, outputs]", _SWITCH, "false"),
+    "weights": _Key("weight format", ("bf16", *formats.names()), "bf16"),
     "variant": _Key("how the kernel is blocked, by name", (), _BEST, largest=None),
 }
 _KINDS = {
-    "gate_up": ("h", "i", "m", "b", "gate", "bias", "interleaved", "transposed", "variant"),
-    "down": ("h", "i", "m", "b", "bias", "transposed", "variant"),
+    "gate_up": (
+        "h",
+        "i",
+        "m",
+        "b",
+        "gate",
+        "bias",
+        "interleaved",
+        "transposed",
+        "weights",
+        "variant",
+    ),
+    "down": ("h", "i", "m", "b", "bias", "transposed", "weights", "variant"),
     "gather": ("h", "dtype"),
     "finish": ("dtype",),
     "driver": (),
@@ -144,6 +156,7 @@ def _expert(kind: str) -> Callable[[str, dict[str, Any]], Spec]:
             intermediate=values["i"],
             experts=1,
             top_k=1,
+            weights=values["weights"],
             gate=values.get("gate", "silu"),
             gate_up_bias=values["bias"],
             down_bias=values["bias"],

@@ -5,7 +5,6 @@ Everything between the door and the kernels passes one `LayerWeights` on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +28,6 @@ class LayerWeights(NamedTuple):
     transposed: bool = False
     activations: str = "bf16"
 
-    @property
-    def quantized(self) -> bool:
-        """Whether there is more than one plain tensor a projection."""
-        return not (isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor))
-
     def key(self) -> tuple[Any, ...]:
         """All that the checks look at and kernels are specialised on, hashable."""
         first = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
@@ -41,17 +35,6 @@ class LayerWeights(NamedTuple):
             *map(_signature, first), _signature(self.down), _signature(self.gate_up_bias),
             _signature(self.down_bias), self.gate, self.interleaved, self.transposed, self.activations,
         )  # fmt: skip
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, by the argument they are part of."""
-        for name, value in (("gate_up", self.gate_up), ("down", self.down)):
-            for part in value if isinstance(value, tuple) else (value,):
-                found = part.tensors if isinstance(part, ExpertWeights) else (part,)
-                yield from ((name, tensor) for tensor in found)
-        for name in ("gate_up_bias", "down_bias"):
-            bias = getattr(self, name)
-            if bias is not None:
-                yield name, bias
 
 
 def _signature(value: Matrix | None) -> tuple[Any, ...] | None:

@@ -1,8 +1,8 @@
 """`torch.ops.expertile.fused_experts`: the layer as a PyTorch operator, so that torch.compile(fullgraph=True) keeps it.
 
 Registered through torch.library.Library with a fake kernel (the `custom_op` decorator costs a second at first use and
-9 µs a call).  Gates travel as their name and their parameters.  Weights are the tensors they consist of, and a text with
-a line for each matrix (two for a pair): empty for a plain tensor, see `descriptions` for :class:`ExpertWeights`.
+9 µs a call).  Gates travel as their name and their parameters.  Weights are the tensors they consist of, with a text
+that has a line for each matrix (two for a pair): empty for a plain tensor, see `descriptions` for `ExpertWeights`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from expertile.runtime import checks, descriptions, layer
+from expertile.runtime import descriptions, layer
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
+from expertile.runtime.tensors import no_grad
 from expertile.runtime.weights import ExpertWeights, rebuild
 from expertile.templates import gates
 from expertile.templates.gates import Gate
@@ -49,7 +52,7 @@ def _matrices(name: str, tensors: Sequence[torch.Tensor], text: str) -> list[Mat
     lines = text.split("\n")
     if lines == [""]:
         return [_one(name, tensors)]
-    counts = [descriptions.decode(f"{name}_format", line).count if line else 1 for line in lines]
+    counts = [descriptions.decode(f"{name}_format", line).tensors if line else 1 for line in lines]
     if sum(counts) != len(tensors):
         raise ArgumentError(
             f"{name}: expected {sum(counts)} tensors, as {name}_format says, got {len(tensors)}"
@@ -67,7 +70,8 @@ def parameters(gate: Gate) -> list[float]:
     return [float(getattr(gate, field.name)) for field in fields(gate)]
 
 
-def gate_from(name: str, values: Sequence[float]) -> Gate:
+@lru_cache(maxsize=256)
+def gate_from(name: str, values: tuple[float, ...]) -> Gate:
     """The gate of a name with these parameters (its usual ones if none are given)."""
     gate = gates.resolve(name)
     names = [field.name for field in fields(gate)]
@@ -103,7 +107,7 @@ def _compute(
         second[0],
         _optional("gate_up_bias", gate_up_bias),
         _optional("down_bias", down_bias),
-        gate_from(gate, gate_parameters),
+        gate_from(gate, tuple(gate_parameters)),
         interleaved,
         transposed,
         activations,
@@ -132,12 +136,15 @@ def _fake(
         "down_bias": down_bias,
     }.items():
         for tensor in tensors:
-            checks.no_grad(name, tensor)
+            no_grad(name, tensor)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 _library.impl("fused_experts", _compute, "CPU")
 torch.library.register_fake("expertile::fused_experts", _fake, lib=_library)
+
+OPERATOR = torch.ops.expertile.fused_experts.default
+"""Takes the arguments of `_SCHEMA`."""
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, ExpertWeights, type(None)})
@@ -165,12 +172,10 @@ def fused_experts(
     """
     gate_up = weights.gate_up
     first = gate_up if isinstance(gate_up, tuple) else (gate_up,)
-    arguments = (x, topk_ids, topk_weights, *first, *weights[1:4])
-    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if not (recording or _subclassed(arguments)):
+    if not _seen((x, topk_ids, topk_weights, *first, *weights[1:4])):
         return layer.run(x, weights, topk_ids, topk_weights)
     gate = weights.gate
-    output = torch.ops.expertile.fused_experts(
+    output: torch.Tensor = OPERATOR(
         x,
         _tensors(first),
         _tensors([weights.down]),
@@ -186,8 +191,32 @@ def fused_experts(
         _format([weights.down]),
         weights.activations,
     )
-    assert isinstance(output, torch.Tensor)
     return output
+
+
+def apply(
+    x: torch.Tensor,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up_bias: list[torch.Tensor],
+    down_bias: list[torch.Tensor],
+    *settings: Any,
+) -> torch.Tensor:
+    """What the operator gives for its arguments, by a call of it only where PyTorch must see it."""
+    tensors = [x, *gate_up, *down, topk_ids, topk_weights, *gate_up_bias, *down_bias]
+    call = OPERATOR if _seen(tensors) else _compute
+    output: torch.Tensor = call(
+        x, gate_up, down, topk_ids, topk_weights, gate_up_bias, down_bias, *settings
+    )
+    return output
+
+
+def _seen(arguments: Sequence[object]) -> bool:
+    """Whether PyTorch must see a call with these arguments."""
+    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return recording or _subclassed(arguments)
 
 
 def _tensors(matrices: Sequence[Matrix]) -> list[torch.Tensor]:

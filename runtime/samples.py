@@ -13,8 +13,8 @@ from expertile.templates.formats.quantized import Part, Quantized
 
 _BLOCK_NUMBERS = (1 << 22) + 33
 _BLOCK_BYTES = (1 << 23) + 64 * 257
-"""What is drawn at random, and then repeated: bf16 numbers, or bytes of codes. No multiple of a page, so that no two pages
-are alike for a host that merges those."""
+"""What is drawn at random, and then repeated: bf16 numbers, or bytes of codes. No multiple of a page, so that no two
+pages are alike for a host that merges those."""
 
 
 def random_bf16(*size: int, scale: float = 0.02, seed: int = 0) -> torch.Tensor:

@@ -293,5 +293,8 @@ def kernels(spec: ExpertSpec, stored: tuple[WeightFormat, WeightFormat], isa: st
 
 def contiguous(spec: ExpertSpec, isa: str | None = None) -> LayerKernels:
     """The kernels for contiguous weights, on this process's ISA unless another is named."""
-    as_called = replace(spec, gate=gates.resolve(spec.gate))
+    # As the checks say it of tensors, so that a call finds these kernels and no second ones.
+    weights, down_weights = spec.resolved("weights"), spec.resolved("down_weights")
+    gate = gates.resolve(spec.gate)
+    as_called = replace(spec, gate=gate, weights=weights, down_weights=down_weights)
     return kernels(as_called, spec.formats(), isa or isas.select().name)

@@ -221,6 +221,12 @@ class ExpertWeights:
         self._tables.append(table)
         return ctypes.addressof(table), TABLE
 
+    def over(self, parts: dict[str, PartTensors]) -> ExpertWeights:
+        """The same weights, with other tensors that are where these are: all that was found out stays true."""
+        found = object.__new__(ExpertWeights)
+        found.__dict__.update(self.__dict__, parts=parts)
+        return found
+
     def __repr__(self) -> str:
         experts, rows, columns = self.shape
         size = self.nbytes / 2**20
@@ -244,17 +250,17 @@ def rebuild(name: str, text: str, tensors: Sequence[torch.Tensor]) -> ExpertWeig
     key = text, *(part.signature() for part in parts.values())
     known = _rebuilt.get(key)
     if known:
-        return ExpertWeights(*known, parts)
+        return known.over(parts)
     given = {part: (found.name, found.given) for part, found in parts.items()}
     checked = _assemble([described.scheme], **given)
     if len(_rebuilt) >= _MOST_REBUILT:
         _rebuilt.clear()
-    _rebuilt[key] = checked.scheme, checked.shape
+    _rebuilt[key] = checked.over({})
     return checked
 
 
-_rebuilt: dict[tuple[Any, ...], tuple[WeightFormat, tuple[int, int, int]]] = {}
-"""What has been checked: schemes and shapes, not the tensors, whose memory would never be freed."""
+_rebuilt: dict[tuple[Any, ...], ExpertWeights] = {}
+"""What has been checked, without the tensors, whose memory would never be freed."""
 _MOST_REBUILT = 4096
 
 

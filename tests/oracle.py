@@ -22,8 +22,11 @@ import expertile
 from expertile.codegen import isa as isas
 from expertile.runtime import layer
 from expertile.runtime.matrices import LayerWeights
+from expertile.runtime.weights import ExpertWeights
 
 FROBENIUS = 3e-3
+ROW_SCALED = ("int8", "fp8", "nvfp4")
+"""Formats whose scale of a row (of the matrix) multiplies the sums, so that no weight is rounded."""
 
 # Running a layer ----------------------------------------------------------------------------------------------------
 
@@ -50,11 +53,11 @@ def threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call."""
+    """The arguments of one call; gate_up and down are tensors unless a test is about other weights."""
 
     x: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Any
+    down: Any
     ids: Tensor
     router: Tensor
     gate: Any = "silu"
@@ -244,6 +247,36 @@ class Reference:
     bound: Tensor
 
 
+Values = Callable[[Any, int], Tensor]
+"""What an expert's matrix is taken to be, float64 `[N, K]`: of a tensor, ExpertWeights or a pair (gate, up)."""
+
+
+def exact(weights: Any, expert: int) -> Tensor:
+    """The values as the format defines them."""
+    if isinstance(weights, tuple):
+        return torch.cat([exact(half, expert) for half in weights])
+    if isinstance(weights, Tensor):
+        return weights[expert].double()
+    parts = {name: part.of(expert) for name, part in weights.parts.items()}
+    if weights.scheme.name == "bf16":
+        return parts["codes"].double()
+    raw = {
+        name: part.contiguous().view(-1).view(torch.uint8).view(*part.shape[:1], -1).numpy()
+        for name, part in parts.items()
+    }
+    return torch.from_numpy(weights.scheme.values(weights.shape[2], **raw))
+
+
+def multiplied(weights: Any, expert: int) -> Tensor:
+    """The values as kernels multiply them: rounded to bf16, unless their scale is left to the sums."""
+    if isinstance(weights, tuple):
+        return torch.cat([multiplied(half, expert) for half in weights])
+    values = exact(weights, expert)
+    if isinstance(weights, ExpertWeights) and weights.scheme.name not in ROW_SCALED:
+        return values.float().bfloat16().double()
+    return values
+
+
 def _halves(case: Case, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up along the last dimension; the same twice where there is no gate half."""
     if case.gate == "relu2":
@@ -254,10 +287,10 @@ def _halves(case: Case, rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., :half], rows[..., half:]
 
 
-def _hidden(case: Case, x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+def _hidden(case: Case, x: Tensor, expert: int, values: Values) -> tuple[Tensor, Tensor]:
     """The intermediate in bf16, and how far away what fp32 makes of it may be: `[tokens, I]` each."""
     function = gate_function(case.gate)
-    weights = case.gate_up[expert].double()
+    weights = values(case.gate_up, expert)
     weights = weights if case.transposed else weights.mT
     product, size = x @ weights, x.abs() @ weights.abs()
     if case.gate_up_bias is not None:
@@ -288,7 +321,7 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(values), exponent.clamp(min=least) - digits + 1)
 
 
-def reference(case: Case) -> Reference:
+def reference(case: Case, values: Values = multiplied) -> Reference:
     """The layer in float64, and the elementwise bound."""
     output = torch.zeros(case.x.shape, dtype=torch.float64)
     bound = torch.zeros_like(output)
@@ -297,8 +330,8 @@ def reference(case: Case) -> Reference:
         if expert < 0:
             continue
         token, slot = (case.ids == expert).nonzero(as_tuple=True)
-        h, away = _hidden(case, x[token], expert)
-        weights = case.down[expert].double()
+        h, away = _hidden(case, x[token], expert, values)
+        weights = values(case.down, expert)
         weights = weights if case.transposed else weights.mT
         y = h @ weights
         if case.down_bias is not None:

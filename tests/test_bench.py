@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 import expertile
 from expertile import _bench
-from expertile._bench import fresh, profiles, reuse
+from expertile._bench import formats, fresh, profiles, protocol, reuse
 from expertile._bench.implementations import ours
 from expertile._bench.workload import Subject, skewed
 from expertile.codegen import isa as isas
 from expertile.runtime import jit, openmp, roofline
+from expertile.runtime.spec import LayerKernels
+from expertile.runtime.weights import ExpertWeights
 from expertile.templates.stream import Multiply, VectorRead
 
 READS = [
@@ -176,6 +178,48 @@ def test_a_subject_has_whole_layers_and_compiles_what_calls_need(
     assert asked == [[1, 3]]
 
 
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "int8", "q4_K"])
+def test_calls_find_everything_compiled(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = _bench.Shape("test", 256, 256, 6, 2).in_format(weights)
+    subject, calls = Subject.of(shape, 1e-4), _bench.schedule(shape, 1, 3)
+    subject.compile(calls)
+    monkeypatch.delattr(LayerKernels, "add_missing")
+    x = torch.randn(3, 256).bfloat16()
+    for call in calls:
+        y = ours(shape)(subject.layers[0], x, call.ids, call.router)
+        assert y.isfinite().all()
+        assert y.abs().sum() > 0
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8_block", "int4_g32", "mxfp4", "q6_K"])
+def test_bytes_are_the_format_s_own(weights: str) -> None:
+    shape = _bench.Shape("test", 512, 256, 4, 2).in_format(weights)
+    layer = _bench.Weights.random(shape)
+    assert isinstance(layer.gate_up, ExpertWeights)
+    assert isinstance(layer.down, ExpertWeights)
+    assert layer.gate_up.nbytes + layer.down.nbytes == 4 * shape.expert_bytes
+    gate_up, down = Subject(shape, [layer]).matrices
+    assert gate_up.shape[:2] == (4, 512)
+    assert gate_up.nbytes == 4 * 512 * gate_up.shape[-1] * gate_up.element_size() == 2 * down.nbytes
+    assert down.is_contiguous()
+    [call, *_] = _bench.schedule(shape, 1, 1)
+    assert call.bytes == 2 * shape.expert_bytes
+
+
+def test_layers_have_different_weights() -> None:
+    for weights in ("bf16", "mxfp4"):
+        shape = _bench.Shape("test", 64, 32, 2, 1).in_format(weights)
+        first, second, *_ = Subject.of(shape, 1e-4).matrices[::2]
+        assert not torch.equal(first, second)
+
+
+def test_quantised_weights_are_never_transposed() -> None:
+    shape = _bench.SHAPES["gpt-oss"]
+    assert shape.in_format("bf16") == shape
+    assert not shape.in_format("mxfp4").transposed
+    assert shape.in_format("mxfp4").interleaved
+
+
 SPREAD = {"median", "low", "high", "rounds"}
 
 
@@ -206,6 +250,32 @@ def test_a_measurement_has_all_its_parts(gpt_oss: bool) -> None:
         (tokens, name) for tokens in (1, 4) for name in names
     }
     assert all(peer["difference"] < 2e-2 for peer in found["peers"])
+
+
+def test_formats_are_measured_beside_bf16() -> None:
+    shape = _bench.Shape("test", 64, 32, 8, 2)
+    weights = ["mxfp4", "q4_K", "int8"]
+    found = formats.measure(shape, [1, 3], weights=weights, gib=1e-4, seconds=0.2, threads=1)
+    assert json.loads(json.dumps(found)) == found
+    assert "256" in found["absent_formats"].pop("q4_K")
+    assert found["absent_formats"] == {}
+    assert [each["weights"] for each in found["formats"]] == ["mxfp4", "int8"]
+    scales = 32 * (2 * 32 + 64)  # bits, of a row each
+    for each, bits in zip(found["formats"], (4.25, 8 + scales / (3 * 64 * 32)), strict=True):
+        assert each["expert_bytes"] * 8 == bits * 3 * 64 * 32
+        assert each["weight_bytes"] == each["layers"] * 8 * each["expert_bytes"] >= 1e-4 * 2**30
+        assert [call["tokens"] for call in each["calls"]] == [1, 3]
+        for call in each["calls"]:
+            assert set(call["speedup"]) == set(call["share"]) == SPREAD
+            assert call["speedup"]["rounds"] >= 3
+            assert set(call["bf16"]["share"]) == SPREAD
+
+
+def test_a_speed_up_can_be_of_other_things_than_bytes() -> None:
+    ours_, other = roofline.Probe(lambda: 1), roofline.Probe(lambda: 1)
+    ours_.rates, other.rates = {0: 10.0, 1: 10.0}, {0: 20.0, 1: 20.0, 2: 1.0}
+    assert protocol.speedup(ours_, other)["median"] == 0.5
+    assert protocol.speedup(ours_, other, 4.0) == {"median": 2, "low": 2, "high": 2, "rounds": 2}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -285,6 +355,26 @@ def test_the_command_prints_and_writes_the_same_json(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_the_command_compares_formats() -> None:
+    options = "--shape 64x32x4x2 --tokens 2,1 --gib 0.0001 --seconds 0.1 --threads 1"
+    options += " --weights bf16,mxfp4,q6_K"
+    result = CliRunner().invoke(_cli(), [*options.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert set(report) == {"machine", "formats"}
+    [shape] = report["formats"]
+    assert [each["weights"] for each in shape["formats"]] == ["mxfp4"]
+    shown = CliRunner().invoke(_cli(), options.split())
+    assert shown.exit_code == 0, shown.output
+    for word in ("bf16", "mxfp4", "4.25", "×", "%", "q6_K: "):
+        assert word in shown.stdout
+
+
+def test_formats_are_known_by_name() -> None:
+    assert formats.formats_from("mxfp4, bf16,mxfp4") == ["mxfp4", "bf16"]
+    assert {"bf16", "int8", "nvfp4", "q6_K"} <= set(formats.formats_from("all"))
+
+
 @pytest.mark.parametrize(
     ("question", "tables"),
     [
@@ -294,7 +384,8 @@ def test_the_command_prints_and_writes_the_same_json(tmp_path: Path) -> None:
     ],
 )
 def test_other_questions_are_asked_instead(question: str, tables: list[str]) -> None:
-    options = f"--shape 64x32x4x2 --tokens 2 --gib 0.0001 --seconds 0.1 --threads 1 {question}"
+    options = "--shape 64x32x4x2 --tokens 2 --gib 0.0001 --seconds 0.1 --threads 1"
+    options += f" --weights q8_0 {question}"
     result = CliRunner().invoke(_cli(), [*options.split(), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -308,7 +399,8 @@ def test_other_questions_are_asked_instead(question: str, tables: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    "options", ["--shape 1x2x3", "--shape 8x8x2x3", "--tokens 1,b", "--tokens 0"]
+    "options",
+    ["--shape 1x2x3", "--shape 8x8x2x3", "--tokens 1,b", "--tokens 0", "--weights bf16,fp5"],
 )
 def test_bad_options_are_refused(options: str) -> None:
     result = CliRunner().invoke(_cli(), options.split())

@@ -174,7 +174,15 @@ def test_the_listings_that_are_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    ["gate=gelu", "gate=relu2", "bias=f32", "interleaved", "transposed", "transposed=true,m=32"],
+    [
+        "gate=gelu",
+        "gate=relu2",
+        "bias=f32",
+        "interleaved",
+        "transposed",
+        "transposed=true,m=32",
+        "weights=mxfp4",
+    ],
 )
 def test_keys_change_the_kernel(keys: str) -> None:
     plain = inspect("gate_up:h=64,i=32", "portable")

@@ -8,21 +8,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import subprocesses
 import torch
 
+from expertile.templates import formats as schemes
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from peers import adapters, environments, inputs, measure  # noqa: E402
+from peers import adapters, environments, formats, inputs, measure  # noqa: E402
 from peers.inputs import Size  # noqa: E402
 from peers.processes import PeerError, Process  # noqa: E402
 
-TINY = Size(64, 32, 6, 2)
+TINY, WIDE = Size(64, 32, 6, 2), Size(512, 256, 4, 2)
 TOKENS = (1, 5)
 
 # A peer's file. It is called with the dtypes that it asks for, and what it prints must not disturb.
@@ -95,6 +99,43 @@ def test_weights_and_tokens_have_the_spread_they_claim() -> None:
     x = inputs.tokens(size, 500).float()
     assert float(x.std()) == pytest.approx(1, rel=0.02)
     assert abs(float(x.mean())) < 0.02
+
+
+@pytest.mark.parametrize("weights", formats.FORMATS)
+def test_quantised_weights_are_what_an_oracle_says(weights: str) -> None:
+    size = replace(WIDE, weights=weights)
+    found = inputs.weights(size, 0)
+    tensors = [tensor for matrix in found for tensor in (matrix.codes, matrix.scales)]
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert nbytes == size.layer_bytes
+    for matrix, (rows, columns) in zip(found, size.matrices, strict=True):
+        values = matrix.dense(2)
+        assert values.shape == (rows, columns)
+        assert 0.01 < float(values.std()) < 0.04
+        assert torch.equal(values, oracle_values(matrix, weights, 2))
+    assert not torch.equal(found[0].codes, inputs.weights(size, 1)[0].codes)
+
+
+def oracle_values(matrix: formats.Quantised, weights: str, expert: int) -> torch.Tensor:
+    """By the format's own library, where there is one that reads these tensors; else by Expertile's reference."""
+    if weights.startswith("q"):
+        gguf = pytest.importorskip("gguf")
+        kind = gguf.GGMLQuantizationType[weights.upper()]
+        return torch.from_numpy(gguf.dequantize(matrix.codes[expert].numpy(), kind))
+    scheme = schemes.resolve(weights).laid_out(matrix.shape[2])
+    return torch.from_numpy(scheme.values(matrix.shape[2], *map(raw, matrix.of(expert)))).float()
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of each row."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return flat.view(len(tensor), -1).numpy()
+
+
+def test_sizes_that_a_format_can_t_have() -> None:
+    for weights in ("mxfp4", "int4_g128", "q4_K"):
+        with pytest.raises(ValueError, match=r"expected a multiple of .* columns, got 48"):
+            replace(WIDE, intermediate=48, weights=weights).expert_bytes  # noqa: B018
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -291,6 +332,33 @@ def test_sizes_are_left_out_with_a_note(report: dict[str, Any]) -> None:
     assert skipped["slow", 200] == "a call would take about 2 s"
 
 
+def test_a_peer_without_a_format_is_named(tmp_path: Path) -> None:
+    file = adapter(tmp_path, "works")
+    ended = benchmark(
+        "run", "--shape", "64x32x6x2", "--tokens", "1", "--gib", "0.0001", "--seconds", "0.1",
+        "--threads", "1", "--weights", "mxfp4,bf16", "--peers", "works", "--adapter", file, "--json",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    mxfp4, bf16 = json.loads(ended.stdout)["shapes"]
+    assert (mxfp4["weights"], bf16["weights"]) == ("mxfp4", "bf16")
+    assert mxfp4["failed"] == {"works": "no mxfp4; it has bf16"}
+    assert bf16["failed"] == {}
+    assert {row["implementation"] for row in mxfp4["results"]} == {"expertile"}
+    assert all(row["error"] < 1e-2 for row in mxfp4["results"])
+    for shape, bits in ((mxfp4, 4.25), (bf16, 16)):
+        assert shape["weight_bytes"] == shape["layers"] * 6 * 3 * 64 * 32 * bits / 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [("fp5", "got 'fp5'"), ("int4_g128", "multiple of 128")]
+)
+def test_wrong_formats_are_refused(options: str, message: str, tmp_path: Path) -> None:
+    ended = benchmark("run", "--shape", "64x32x6x2", "--weights", options, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+
+
 def test_an_unknown_peer_is_named(tmp_path: Path) -> None:
     ended = benchmark("run", "--peers", "nobody", cwd=tmp_path)
     assert ended.returncode == 2
@@ -319,7 +387,7 @@ def test_the_picture(report: dict[str, Any], tmp_path: Path) -> None:
 # Adapters that need no environment of their own ---------------------------------------------------
 
 
-def errors(benchmarks: str, name: str) -> dict[str, float]:
+def errors(benchmarks: str, name: str, weights: list[str]) -> dict[str, float]:
     import sys
     from pathlib import Path
 
@@ -327,20 +395,24 @@ def errors(benchmarks: str, name: str) -> dict[str, float]:
     from peers.adapters import read
     from peers.worker import Worker
 
-    worker = Worker(read(Path(benchmarks) / "peers" / "adapters" / f"{name}.py")())
-    size = {"hidden": 64, "intermediate": 32, "experts": 6, "top_k": 2}
-    worker.load(size, 2, [1, 5, 40], 1)
-    return {
-        f"{implementation} {tokens}": worker.warm(implementation, tokens)["error_norm"]
-        for implementation in worker.peer.implementations
-        for tokens in (1, 5, 40)
-    }
+    peer = read(Path(benchmarks) / "peers" / "adapters" / f"{name}.py")
+    found = {}
+    for each in weights:
+        worker = Worker(peer())
+        size = {"hidden": 512, "intermediate": 256, "experts": 6, "top_k": 2, "weights": each}
+        worker.load(size, 2, [1, 5, 40], 1)
+        for implementation in worker.peer.implementations:
+            for tokens in (1, 5, 40):
+                answer = worker.warm(implementation, tokens)
+                found[f"{each} {implementation} {tokens}"] = answer["error_norm"]
+    return found
 
 
 @pytest.mark.parametrize("name", ["transformers", "expertile"])
 def test_adapters_compute_the_layer(name: str) -> None:
     if name == "transformers":
         pytest.importorskip("transformers")
-    found = subprocesses.run(errors, str(ROOT / "benchmarks"), name)
-    assert len(found) == (12 if name == "transformers" else 3)
+    weights = ["bf16"] if name == "transformers" else ["bf16", *formats.FORMATS]
+    found = subprocesses.run(errors, str(ROOT / "benchmarks"), name, weights)
+    assert len(found) == 3 * (4 if name == "transformers" else len(weights))
     assert max(found.values()) < 1e-2

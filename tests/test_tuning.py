@@ -387,6 +387,21 @@ def test_real_calls(
     assert amounts == {tokens * blocks for tokens, blocks in sizes}
 
 
+def test_quantised_weights(routings: list[torch.Tensor]) -> None:
+    spec = replace(SPEC, weights="mxfp4", down_weights="q8_0")
+    results = tuning.tune(spec, [(3, 1)], seconds=0, candidates=2, gib=1e-3)
+    assert [result.predicted.format.name for result in results] == ["mxfp4", "q8_0"]
+    assert routings
+    for result in results:
+        kept = choice.tuned(choice.description(result.predicted))
+        assert kept == {(3, 1): result.best.variant}
+        assert choice.best(replace(result.predicted, variant=Variant())) == result.best
+        assert tuned(result.projection) == {}  # of bf16
+    size = 160 * 96 * (2 * (0.5 + 1 / 32) + 34 / 32)
+    count = tuning._expert_count(spec, 1e-3)
+    assert (count - 1) * size < 1e-3 * 2**30 <= count * size
+
+
 def test_no_expert_is_used_again_before_all_others_were(routings: list[torch.Tensor]) -> None:
     measure = tuning.Calls(SPEC, gib=1e-3)
     for _ in range(8):
@@ -486,6 +501,16 @@ def test_the_json_says_what_is_used_from_now_on(
         assert 0 < gain["low"] <= gain["median"] <= gain["high"]
 
 
+def test_the_command_takes_a_format() -> None:
+    result = run(f"{TINY} --rows 1 --threads 1 --weights mxfp4 --json")
+    assert result.exit_code == 0, result.output
+    [shape] = json.loads(result.stdout)["shapes"]
+    assert shape["weights"] == "mxfp4"
+    spec = replace(SPEC, weights="mxfp4")
+    for row in shape["results"]:
+        assert row["predicted"] == kernel(row["projection"], (1, 1), spec).variant.name
+
+
 def test_inspect_says_whether_the_variant_was_measured() -> None:
     def inspect() -> Any:
         arguments = ["inspect", "down:h=160,i=96,m=2", "--json"]
@@ -525,6 +550,8 @@ def test_a_cache_that_is_not_used_is_mentioned(directory: Path) -> None:
         ("", "Missing option '--shape'"),
         ("--shape 1x2x3", "hidden x intermediate x experts x top-k"),
         ("--shape 8x8x4x2 --rows 1,b", "got '1,b'"),
+        ("--shape 8x8x4x2 --weights fp5", "weights: expected one of bf16, int8"),
+        ("--shape 8x8x4x2 --weights mxfp4", "mxfp4 needs a multiple of 32 columns, got 8"),
         ("--shape 8x8x4x2 --rows 0", "got '0'"),
         ("--shape 8x8x4x2 --gate no", "gate: expected one of"),
         ("--shape 8x8x4x2 --seconds -1", "seconds: expected a number from 0, got -1.0"),

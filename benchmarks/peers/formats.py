@@ -1,7 +1,7 @@
 """Quantised weights as checkpoints have them: random ones, and what they are worth.
 
-Written from the formats' public descriptions, with nothing of Expertile's: the layer computed from these values is what all
-implementations are compared with.
+Written from the formats' public descriptions, with nothing of Expertile's: the layer computed from these values is what
+all implementations are compared with.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Quantised:
     format: Format
     shape: tuple[int, int, int]
     codes: Tensor
-    """`[experts, rows, …]`; where a block is 32 elements apart from its scale, `[experts, rows, columns / 32, bytes]`."""
+    """`[experts, rows, …]`; of mxfp4 `[experts, rows, columns / 32, 16]`."""
     scales: Tensor | None
     """`[experts, …]`"""
 
@@ -99,7 +99,7 @@ def random(
 ) -> Quantised:
     """Any codes but NaN. `repeat(block, shape)`: bytes of that shape, the block over and over."""
     experts, rows, columns = shape
-    elements, size = format_.block
+    _, size = format_.block
     row = format_.code_bytes(columns)
     drawn = draw(min(experts * rows * row, _MOST_DRAWN) // size * size).to(torch.uint8)
     if format_.dtype == torch.float8_e4m3fn:

@@ -1,12 +1,15 @@
 """`bench --weights`: layers of other weight formats, and the same layer in bf16 beside each in the same rounds.
 
-A share is that of the roofline over the format's own bytes, codes and scales; a speed-up is of experts a second over bf16.
+A share is that of the roofline over the format's own bytes, codes and scales; a speed-up is of experts a second over
+bf16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import typer
 
 from expertile._bench.implementations import ours
 from expertile._bench.protocol import (
@@ -31,13 +34,13 @@ FORMAT_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
 def formats_from(text: str) -> list[str]:
-    """The formats in "mxfp4,int4_g32", or all of them. Raises ArgumentError for a name that is none."""
+    """The formats in "mxfp4,int4_g32", or all of them. Raises typer.BadParameter for a name that is none."""
     known = ("bf16", *formats.names())
     names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise ArgumentError(
-                f"--weights: expected all or some of {', '.join(known)}, got {name!r}"
+            raise typer.BadParameter(
+                f"expected weights of all or some of {', '.join(known)}; got {name!r}"
             )
     return list(dict.fromkeys(names))
 

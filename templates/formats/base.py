@@ -7,8 +7,8 @@ says how tensors hold it and how a kernel comes by its rows:
     by rows     any chunk of a row can be had in a register: `words` (quantised formats, see `formats.quantized`)
     otherwise   only blocks of several rows can, as the memory runs across them
 
-What is not loaded from where it lies is **staged**: written as plain bf16 rows into per-thread scratch.  That serves the
-ragged edges of a direct format too: the last k's of a row and the last rows of a matrix go through scratch that is
+What is not loaded from where it lies is **staged**: written as plain bf16 rows into per-thread scratch.  That serves
+the ragged edges of a direct format too: the last k's of a row and the last rows of a matrix go through scratch that is
 padded with zeros, because a tile load takes whole tiles and the memory behind them belongs to somebody else.
 """
 
@@ -97,9 +97,9 @@ class WeightFormat(ABC):
     ) -> None:
         """Write k = `first`…`end` of `rows` rows of each matrix in `sources` to each address in `into`.
 
-        The sources are the matrices multiplied together (gate and up), from the same row on. `first` is a multiple of 32,
-        `rows` at most `staged_rows`. Rows are `stride` bytes apart in `into`; what is missing to a multiple of 16 rows
-        and of 32 k's becomes zero, and nothing outside the named rows and k's is read.
+        The sources are the matrices multiplied together (gate and up), from the same row on. `first` is a multiple of
+        32, `rows` at most `staged_rows`. Rows are `stride` bytes apart in `into`; what is missing to a multiple of 16
+        rows and of 32 k's becomes zero, and nothing outside the named rows and k's is read.
         """
 
 

@@ -1,7 +1,7 @@
 """Tables of 16 code values times a scale, in bf16, for formats of 4 bits: a lookup instead of multiplying and rounding.
 
-All products of a table are worked out beforehand: with every scale there is, if it has 8 bits, or with every mantissa and
-every exponent, if it has 16.  Only fp32 scales are multiplied by in kernels.
+All products of a table are worked out beforehand: with every scale there is, if it has 8 bits, or with every mantissa
+and every exponent, if it has 16.  Only fp32 scales are multiplied by in kernels.
 """
 
 from __future__ import annotations

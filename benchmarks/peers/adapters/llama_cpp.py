@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result's type, then the argum
     "ggml_gallocr_new": (_Pointer, _Pointer),
     "ggml_gallocr_alloc_graph": (ctypes.c_bool, _Pointer, _Pointer),
     "ggml_backend_cpu_buffer_type": (_Pointer,),
+    "ggml_backend_cpu_reg": (_Pointer,),
+    "ggml_backend_reg_dev_get": (_Pointer, _Pointer, _Size),
+    "ggml_backend_reg_get_proc_address": (_Pointer, _Pointer, ctypes.c_char_p),
+    "ggml_backend_dev_supports_op": (ctypes.c_bool, _Pointer, _Pointer),
+    "ggml_backend_buft_name": (ctypes.c_char_p, _Pointer),
+    "ggml_backend_buft_get_alloc_size": (_Size, _Pointer, _Pointer),
+    "ggml_backend_buft_alloc_buffer": (_Pointer, _Pointer, _Size),
+    "ggml_backend_buffer_get_base": (_Pointer, _Pointer),
+    "ggml_backend_buffer_free": (None, _Pointer),
     "ggml_backend_cpu_buffer_from_ptr": (_Pointer, _Pointer, _Size),
     "ggml_backend_tensor_alloc": (ctypes.c_int, _Pointer, _Pointer, _Pointer),
     "ggml_backend_tensor_set": (None, _Pointer, _Pointer, _Size, _Size),
@@ -81,9 +91,10 @@ class _Ggml:
 
 @register
 class LlamaCpp(Peer):
-    """`mul_mat_id` · `swiglu` · `mul_mat_id` · weighted sum, on weights where they are and fp32 activations.
+    """`mul_mat_id` · `swiglu` · `mul_mat_id` · weighted sum, on fp32 activations.
 
-    It rounds those to the type that goes with the weights': bf16, or blocks of int8.
+    It rounds those to the type that goes with the weights': bf16, or blocks of int8. Weights are read where they are,
+    unless it has an order of its own for them, into which its programs load them as well.
     """
 
     name = "llama.cpp"
@@ -100,6 +111,7 @@ class LlamaCpp(Peer):
 
     def start(self, setup: Setup) -> str:
         self.ggml, self.setup = _Ggml(), setup
+        self.in_place: list[Tensor] = []
         self.backend = self.ggml.backend_cpu_init()
         self.ggml.backend_cpu_set_n_threads(self.backend, setup.threads)
         self.allocators = {
@@ -107,27 +119,86 @@ class LlamaCpp(Peer):
             for tokens in setup.tokens
         }
         vectors = "avx512_bf16" if self.ggml.cpu_has_avx512_bf16() else "no avx512_bf16"
-        return f"mul_mat_id {setup.size.weights} ({vectors})"
+        self.order = self._own_order()
+        place = self.ggml.backend_buft_name(self.order).decode() if self.order else "in place"
+        return f"mul_mat_id {setup.size.weights}, {place} ({vectors})"
+
+    def new_context(self) -> int:
+        """For the tensors of a graph, without their data; lives as long as the process."""
+        g = self.ggml
+        overhead = _GRAPH_NODES * g.tensor_overhead() + g.graph_overhead()
+        context: int = g.init(_Parameters(overhead, None, True))
+        return context
+
+    def _own_order(self) -> int | None:
+        """The buffer type with an order of its own for such weights, if there is one."""
+        g, size = self.ggml, self.setup.size
+        device = g.backend_reg_dev_get(g.backend_cpu_reg(), 0)
+        address = g.backend_reg_get_proc_address(
+            g.backend_cpu_reg(), b"ggml_backend_dev_get_extra_bufts"
+        )
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(_Pointer), _Pointer)(address)(device)
+        for buffer_type in takewhile(bool, types):
+            context = self.new_context()
+            weight = self._tensor(context, (size.experts, *size.matrices[0]))
+            buffer = self._allocate(buffer_type, weight)
+            x = g.new_tensor_3d(context, _F32, size.hidden, 1, 1)
+            ids = g.new_tensor_2d(context, _I32, size.top_k, 1)
+            product = g.mul_mat_id(context, weight, x, ids)
+            able = g.backend_dev_supports_op(device, product)
+            g.backend_buffer_free(buffer)
+            if able:
+                return buffer_type
+        return None
+
+    def _tensor(self, context: int, shape: tuple[int, ...]) -> int:
+        experts, rows, columns = shape
+        type_ = _TYPES[self.setup.size.weights]
+        tensor: int = self.ggml.new_tensor_3d(context, type_, columns, rows, experts)
+        return tensor
+
+    def _allocate(self, buffer_type: int, tensor: int) -> int:
+        """A buffer for a tensor."""
+        g = self.ggml
+        size = g.backend_buft_get_alloc_size(buffer_type, tensor)
+        buffer: int = g.backend_buft_alloc_buffer(buffer_type, size)
+        g.backend_tensor_alloc(buffer, tensor, g.backend_buffer_get_base(buffer))
+        return buffer
 
     def layer(self, gate_up: Matrix, down: Matrix) -> Mapping[str, Run]:
-        graphs = {tokens: _Graph(self, gate_up, down, tokens) for tokens in self.setup.tokens}
+        context = self.new_context()
+        weights = tuple(self._weight(context, matrix) for matrix in (gate_up, down))
+        graphs = {tokens: _Graph(self, weights, tokens) for tokens in self.setup.tokens}
         return {"llama.cpp": lambda x, ids, router: graphs[len(x)](x, ids, router)}
+
+    def _weight(self, context: int, weight: Matrix) -> int:
+        """The tensor, in place or in its own order."""
+        g = self.ggml
+        data = weight if isinstance(weight, Tensor) else weight.codes
+        tensor = self._tensor(context, weight.shape)
+        if self.order:
+            self._allocate(self.order, tensor)
+            g.backend_tensor_set(tensor, data.data_ptr(), 0, data.nbytes)
+        else:
+            self.in_place.append(data)
+            buffer = g.backend_cpu_buffer_from_ptr(data.data_ptr(), data.nbytes)
+            g.backend_tensor_alloc(buffer, tensor, data.data_ptr())
+        return tensor
 
 
 class _Graph:
     """A layer for one number of tokens. Its scratch is shared with the other layers' graphs of that size."""
 
-    def __init__(self, peer: LlamaCpp, gate_up: Matrix, down: Matrix, tokens: int) -> None:
+    def __init__(self, peer: LlamaCpp, weights: tuple[int, ...], tokens: int) -> None:
         self.ggml, self.backend, self.allocator = peer.ggml, peer.backend, peer.allocators[tokens]
-        self.size, self.tokens, self.weights = peer.setup.size, tokens, (gate_up, down)
+        self.size, self.tokens, self.weights = peer.setup.size, tokens, weights
+        self.context = peer.new_context
 
     @cached_property
     def _built(self) -> tuple[int, int, int, int, int]:
         """The graph, and its x, ids, router weights and result; allocated once, as all layers' graphs are alike."""
         g, s, tokens = self.ggml, self.size, self.tokens
-        overhead = _GRAPH_NODES * g.tensor_overhead() + g.graph_overhead()
-        context = g.init(_Parameters(overhead, None, True))  # lives as long as the process
-        gate_up, down = (self._weight(context, weight) for weight in self.weights)
+        context, (gate_up, down) = self.context(), self.weights
         x = g.new_tensor_3d(context, _F32, s.hidden, 1, tokens)
         ids = g.new_tensor_2d(context, _I32, s.top_k, tokens)
         router = g.new_tensor_3d(context, _F32, 1, s.top_k, tokens)
@@ -149,16 +220,6 @@ class _Graph:
         if not g.gallocr_alloc_graph(self.allocator, graph):
             raise MemoryError(f"ggml could not allocate the graph of {tokens} tokens")
         return graph, x, ids, router, out
-
-    def _weight(self, context: int, weight: Matrix) -> int:
-        """The tensor in place."""
-        data = weight if isinstance(weight, Tensor) else weight.codes
-        buffer = self.ggml.backend_cpu_buffer_from_ptr(data.data_ptr(), data.nbytes)
-        experts, rows, columns = weight.shape
-        type_ = _TYPES[self.size.weights]
-        tensor: int = self.ggml.new_tensor_3d(context, type_, columns, rows, experts)
-        self.ggml.backend_tensor_alloc(buffer, tensor, data.data_ptr())
-        return tensor
 
     def __call__(self, x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
         g = self.ggml
