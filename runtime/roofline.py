@@ -252,9 +252,13 @@ def _cache_probe(kernel: TileRead, set_bytes: int, threads: int) -> Probe:
     return Probe(step, prepare=step)  # the first sweep brings the memory into the cache
 
 
-def peak(threads: int) -> Probe:
-    """A probe of the most operations a second that this process's ISA reaches, out of registers."""
-    kernel = Multiply(isas.select().name)
+def peak(threads: int, activations: str = "bf16") -> Probe:
+    """A probe of the most operations a second that this process's ISA reaches, out of registers.
+
+    activations: "bf16", or "int8" for the machine that multiplies bytes.
+    """
+    isa = isas.select().name
+    kernel = Multiply(isas.for_bytes(isa) if activations == "int8" else isa)
     count = _MULTIPLY_ITEMS * threads
     operands = torch.empty(count, kernel.OPERAND_BYTES // 2, dtype=torch.bfloat16)
     items = np.array([(operand.data_ptr(), _MULTIPLY_STEPS) for operand in operands], np.int64)

@@ -18,8 +18,14 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from subprocesses import check_output
-from test_bit_exact import assert_tiles_released, emulate_amx
+from subprocesses import check_output, run
+from test_bit_exact import (
+    amx_target,
+    assert_tiles_released,
+    emulate_amx,
+    tiles_in_assembly,
+    tiles_in_ir,
+)
 from test_gates import evaluate
 from test_layouts import guarded
 from test_variants import forced, some_blockings
@@ -29,9 +35,13 @@ import expertile
 from expertile import ArgumentError, ExpertSpec, ExpertWeights
 from expertile.codegen import cpu
 from expertile.codegen import isa as isas
+from expertile.codegen.compiler import assembly
 from expertile.codegen.isa.bytes import MOST_K
+from expertile.runtime import roofline
 from expertile.runtime.matrices import LayerWeights
+from expertile.runtime.spec import LayerKernels
 from expertile.templates import gates
+from expertile.templates.stream import Multiply
 
 BESIDE = {"amx": "amx_int8", "avx512_bf16": "avx512_vnni", "portable": "portable_int8"}
 """The machines that multiply bytes, by the ISA that a process runs on."""
@@ -499,8 +509,40 @@ def test_machines() -> None:
     assert isas.for_bytes("portable_exact") == "portable_int8"
     for name in (*isas.names(), *BESIDE.values()):
         found = isas.for_bytes(name)
-        assert isas.by_name(found).unavailable() is None
         assert isas.for_bytes(found) == found
+        if isas.by_name(name).unavailable() is None:
+            assert isas.by_name(found).unavailable() is None
+
+
+@x86_64_linux
+def test_llvm_keeps_the_tile_numbers() -> None:
+    """See `test_bit_exact`: of a second tile instruction as well."""
+    spec = ExpertSpec(96, 64, 1, 1, weights="int8", activations="int8")
+    kernels = LayerKernels(spec, spec.formats(), isa="amx")
+    for kernel in (kernels.gate_up(1), kernels.down(17), kernels.down(64)):
+        ir = kernel.ir()
+        tiles = tiles_in_ir(ir)
+        assert {verb for verb, *_ in tiles} >= {"tdpbssd", "tilezero"}
+        assert tiles_in_assembly(assembly(ir, amx_target("sapphirerapids"))) == tiles
+
+
+def test_a_machine_without_vnni() -> None:
+    """Its neighbour multiplies bytes then."""
+
+    def machine() -> list[str]:
+        from expertile.codegen import isa as isas
+
+        return [isas.select().name, isas.for_bytes(isas.select().name)]
+
+    found = run(machine, env={"EXPERTILE_MASK_FEATURES": "amx-int8,avx512vnni"})
+    assert found[1] == "portable_int8"
+
+
+def test_peak(isa: str) -> None:
+    """A multiplication of bytes is of twice as many numbers."""
+    bytes_, pairs = Multiply(isas.for_bytes(isa)), Multiply(isa)
+    assert bytes_.operations == 2 * pairs.operations
+    assert roofline.peak(1, "int8")._step() % bytes_.operations == 0
 
 
 if __name__ == "__main__":

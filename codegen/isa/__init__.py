@@ -47,10 +47,13 @@ def by_name(name: str) -> TileIsa:
 def for_bytes(name: str) -> str:
     """The ISA that multiplies int8 rows by int8 tokens where `name` multiplies bf16; itself if it is one already.
 
-    That is the one beside it, or the next best where the machine lacks that one. All give the same bits.
+    That is the one beside it; or the next best, if this machine has `name` but lacks that one. All give the same bits.
     """
-    first = _BYTES.index(_BESIDE.get(name, name))
-    return next(each for each in _BYTES[first:] if by_name(each).unavailable() is None)
+    beside = _BESIDE.get(name, name)
+    if by_name(name).unavailable():
+        return beside
+    following = _BYTES[_BYTES.index(beside) :]
+    return next(each for each in following if by_name(each).unavailable() is None)
 
 
 @cache

@@ -18,6 +18,7 @@ class InPlace(ByRows):
     """Elements that a machine multiplies as they are."""
 
     direct = True
+    decode_cycles = 0.0
     element: ClassVar[L.Type]
 
     def code_bytes(self, columns: int) -> int:
