@@ -1,7 +1,7 @@
 """The contract of a tile ISA: the verbs of a tile machine, and how it likes to be fed.
 
-A template multiplies 16-row blocks of weights (A, row-major bf16) by groups of up to 16 tokens (B, laid out by
-`layout`) into C, over chunks of 32 k:
+A template multiplies 16-row blocks of weights (A, row-major) by groups of up to 16 tokens (B, laid out by
+`layout`) into C, over chunks of k:
 
     variant = one of isa.variants(tokens, …)   how the kernel is blocked
     plan = isa.plan(groups, blocks, variant)   which rows and tokens go together through one pass over k
@@ -109,9 +109,7 @@ class TileIsa(ABC):
     name: ClassVar[str]
     layout: ClassVar[OperandLayout]
     chunk: ClassVar[int] = CHUNK
-    """k's in a chunk: in 64 bytes of a row or of a token."""
-    bytes: ClassVar[bool] = False
-    """Whether rows and tokens are int8 and sums int32, instead of bf16 and fp32: see `isa.bytes`."""
+    """k's in a chunk: in 64 bytes of a row or of a token. 32 of bf16, or 64 of int8, see `isa.bytes`."""
     summary: ClassVar[str]
     """One line for `expertile doctor`."""
     multiply_cycles: ClassVar[float]
@@ -188,7 +186,7 @@ class TileIsa(ABC):
     def load_a(
         self, b: Builder, plan: TilePlan, block: int, address: Value, stride: int, streaming: bool
     ) -> Any:
-        """Rows `address` + i·`stride`, 32 bf16 each; `streaming` if they will not be needed again soon."""
+        """Rows `address` + i·`stride`, a chunk each; `streaming` if they will not be needed again soon."""
 
     def hold_a(self, rows: list[Value]) -> Any:
         """An A tile of rows of 32 bf16 that are in registers already; where `registers` is true."""

@@ -26,8 +26,8 @@ class ByteIsa(TileIsa):
     """Goes before the machine that it is like among the bases."""
 
     chunk = 64
-    bytes = True
     offsets: ClassVar[bool] = False
+    """Whether a C element has too much, see above."""
 
     def operand_bytes(self, k: int) -> int:
         return 2 * super().operand_bytes(k)
