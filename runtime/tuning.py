@@ -351,12 +351,12 @@ def _weights(spec: ExpertSpec) -> LayerWeights:
         _matrices(spec, format_, *size) for format_, size in zip(spec.formats(), sizes, strict=True)
     )
     widths = (columns, spec.gate_up_bias), (spec.hidden, spec.down_bias)
-    biases = [
+    gate_up_bias, down_bias = (
         None if kind is None else random_bf16(spec.experts, width).to(_BIAS_DTYPES[kind])
         for width, kind in widths
-    ]
+    )
     options = spec.gate, spec.interleaved, spec.transposed
-    return LayerWeights(gate_up, down, *biases, *options)
+    return LayerWeights(gate_up, down, gate_up_bias, down_bias, *options)
 
 
 def _matrices(spec: ExpertSpec, format_: WeightFormat, rows: int, columns: int) -> Matrix:
