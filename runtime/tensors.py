@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -10,7 +10,7 @@ from expertile.runtime.errors import ArgumentError, DtypeError
 
 
 def tensor(
-    name: str, value: object, rank: int, dtypes: Iterable[torch.dtype], how: str = ""
+    name: str, value: object, rank: int, dtypes: Collection[torch.dtype], how: str = ""
 ) -> None:
     """Raise unless `value` is a dense CPU tensor of the rank and one of the dtypes."""
     if not isinstance(value, torch.Tensor):
@@ -18,7 +18,8 @@ def tensor(
     dense(name, value)
     if value.dim() != rank:
         raise ArgumentError(f"{name}: expected {rank} dimensions, got shape {tuple(value.shape)}")
-    dtype(name, value, [_name(each) for each in dtypes], how)
+    if value.dtype not in dtypes:  # this is on the way of every call, and names take a microsecond
+        dtype(name, value, [_name(each) for each in dtypes], how)
     no_grad(name, value)
 
 

@@ -355,10 +355,8 @@ def _weights(spec: ExpertSpec) -> LayerWeights:
         None if kind is None else random_bf16(spec.experts, width).to(_BIAS_DTYPES[kind])
         for width, kind in widths
     )
-    return LayerWeights(
-        gate_up, down, gate_up_bias, down_bias,
-        spec.gate, spec.interleaved, spec.transposed, spec.activations,
-    )  # fmt: skip
+    options = spec.gate, spec.interleaved, spec.transposed, spec.activations
+    return LayerWeights(gate_up, down, gate_up_bias, down_bias, *options)
 
 
 def _matrices(spec: ExpertSpec, format_: WeightFormat, rows: int, columns: int) -> Matrix:

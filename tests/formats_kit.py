@@ -48,17 +48,19 @@ def decode(
     """What a kernel makes of a matrix: fp32 `[rows, columns]`, the bf16 words times `row_scale` if there is one.
 
     The parts are bytes, as `values` takes them, or arrays of any dtype.  A scheme without strides is laid out
-    contiguously.
+    contiguously.  Fails if `words` and `decoder` differ.
     """
     laid_out = format_ if format_.row_bytes else format_.laid_out(columns)
     run = _kernel(laid_out, vectors, rows % GROUP)
     results = []
     for at_end in (True, False):
-        words = np.empty((rows, columns), np.uint16)
+        words, decoded = (np.full((rows, columns), gap, np.uint16) for gap in (0x1234, 0x4321))
         factors = np.empty(-(-rows // GROUP) * GROUP, np.float32)
         with ExitStack() as stack:
             parts = [stack.enter_context(_guarded(x, at_end)) for x in (codes, scales, factor)]
-            run(*parts, words.ctypes.data, factors.ctypes.data, rows, columns // CHUNK)
+            into = [x.ctypes.data for x in (words, decoded, factors)]
+            run(*parts, *into, rows, columns // CHUNK)
+        assert_same(_floats(decoded), _floats(words))
         assert not factors[rows:].any(), "row_scale: the lanes of missing rows must be zero"
         with np.errstate(all="ignore"):
             results.append(_floats(words) * factors[:rows, None])
@@ -125,17 +127,21 @@ def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
 def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
     """The kernel behind :func:`decode`, for a number of rows that leaves `rest` when divided by 16."""
     module = Module("decode")
-    pointers = dict.fromkeys(("codes", "scales", "factor", "words", "factors"), ptr)
+    pointers = dict.fromkeys(("codes", "scales", "factor", "words", "decoded", "factors"), ptr)
     with module.function("decode", pointers | {"rows": i64, "chunks": i64}) as (b, arg):
         matrix = Matrix(arg.codes, arg.scales, arg.factor)
         full = arg.rows - rest
         with b.loop(0, arg.rows, GROUP) as first:
             block = format_.rows(matrix, first)
             with b.loop(0, b.min(arg.rows - first, GROUP)) as row:
-                into = arg.words.at((first + row) * arg.chunks * (2 * CHUNK))
+                offset = (first + row) * arg.chunks * (2 * CHUNK)
                 with b.loop(0, arg.chunks) as chunk:
                     words = format_.words(b, vectors, block, row, chunk)
-                    into.at(chunk * (2 * CHUNK)).store(words)
+                    arg.words.at(offset + chunk * (2 * CHUNK)).store(words)
+                with b.loop(0, arg.chunks, format_.unit) as start:
+                    decode = format_.decoder(b, vectors, block, row, start)
+                    with b.loop(start, start + format_.unit) as chunk:
+                        arg.decoded.at(offset + chunk * (2 * CHUNK)).store(decode(chunk))
         for start, end, count in ((0, full, GROUP), (full, arg.rows, rest)):
             with b.loop(start, end, GROUP) as first:
                 factors = format_.row_scale(b, format_.rows(matrix, first), count)
@@ -150,7 +156,7 @@ def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
 @cache
 def _kernel(format_: Quantized, vectors: Vectors, rest: int) -> Callable[..., None]:
     compiled = compile_ir("decode", kernel_ir(format_, vectors, rest), Target.host())
-    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 2)
     return prototype(compiled.address)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -329,7 +330,7 @@ def test_sizes_are_left_out_with_a_note(report: dict[str, Any]) -> None:
         (s["implementation"], s["tokens"]): s["reason"] for s in report["shapes"][0]["skipped"]
     }
     assert skipped["picky", 5] == skipped["picky", 200] == "one token only"
-    assert skipped["slow", 200] == "a call would take about 2 s"
+    assert re.fullmatch(r"a call would take about \d+ s", skipped["slow", 200])
 
 
 def test_a_peer_without_a_format_is_named(tmp_path: Path) -> None:
@@ -400,9 +401,10 @@ def errors(benchmarks: str, name: str, weights: list[str]) -> dict[str, float]:
     for each in weights:
         worker = Worker(peer())
         size = {"hidden": 512, "intermediate": 256, "experts": 6, "top_k": 2, "weights": each}
-        worker.load(size, 2, [1, 5, 40], 1)
+        counts = [1, 5, 40] if each == "bf16" else [1, 4]  # few kernels to compile
+        worker.load(size, 2, counts, 1)
         for implementation in worker.peer.implementations:
-            for tokens in (1, 5, 40):
+            for tokens in counts:
                 answer = worker.warm(implementation, tokens)
                 found[f"{each} {implementation} {tokens}"] = answer["error_norm"]
     return found
@@ -414,5 +416,5 @@ def test_adapters_compute_the_layer(name: str) -> None:
         pytest.importorskip("transformers")
     weights = ["bf16"] if name == "transformers" else ["bf16", *formats.FORMATS]
     found = subprocesses.run(errors, str(ROOT / "benchmarks"), name, weights)
-    assert len(found) == 3 * (4 if name == "transformers" else len(weights))
+    assert len(found) == (12 if name == "transformers" else 1 + 2 * len(weights))
     assert max(found.values()) < 1e-2

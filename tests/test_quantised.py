@@ -49,10 +49,8 @@ Change = Callable[[Tensor], Any]
 
 
 def sizes(scheme: Quantized) -> tuple[int, int]:
-    """H and I: few multiples of the format's block (odd ones where blocks are small), and at least 256."""
-    if scheme.shared_rows > 1:
-        return 288, 384  # up begins with a row of scales
-    return {32: (288, 352), 64: (320, 448), 128: (384, 256), 256: (512, 256)}[scheme.block]
+    """H and I: few multiples of the format's block (nine where it is 32), at least 256; I one of what rows share."""
+    return {32: (288, 384), 64: (384, 256), 128: (384, 256), 256: (512, 256)}[scheme.block]
 
 
 def make_case(
@@ -98,6 +96,17 @@ def _random(scheme: Quantized, shape: Sequence[int], seed: int) -> ExpertWeights
         random = torch.Generator().manual_seed(seed)
         for factor in weights.parts["factor"].tensors:
             factor.copy_(0.5 + 2 * torch.rand(factor.shape, generator=random))
+    if (
+        scheme.name == "q4_K"
+    ):  # codes are 7.5 in the mean: with minima to match, weights are 0, as trained ones are
+        d, minimum = (
+            weights.parts["codes"]
+            .tensors[0]
+            .view(torch.float16)
+            .unflatten(2, (-1, 72))[..., :2]
+            .unbind(-1)
+        )
+        minimum.copy_(7.5 * d)
     return weights
 
 
@@ -160,18 +169,17 @@ def as_list(part: Tensor) -> list[Tensor]:
     return [each.clone() for each in reversed(part.unbind())][::-1]
 
 
-def scattered(part: Tensor) -> Tensor:
-    """The same values with bytes of ones between experts and between rows: of a scale that would be NaN."""
-    inner = math.prod(part.shape[2:])
-    strides = [1]
-    for size in reversed(part.shape[3:]):
-        strides.insert(0, strides[0] * size)
-    row = inner + 3
-    strides = [part.shape[1] * row + 2, row, *strides] if part.dim() > 1 else [3]
-    strides = strides[: part.dim()]
-    size = part.shape[0] * strides[0] + 1
-    filler = torch.full((size * part.element_size(),), 255, dtype=torch.uint8).view(part.dtype)
-    return filler.as_strided(part.shape, strides, 1).copy_(part)
+def scattered(part: Tensor, keep: Change = lambda memory: memory) -> Tensor:
+    """The same values with bytes of ones around rows and experts, of a scale that would be NaN, up to the last value.
+
+    keep: puts the memory somewhere.
+    """
+    row = math.prod(part.shape[2:]) + 3
+    inner = [math.prod(part.shape[after:]) for after in range(3, part.dim() + 1)]
+    strides = (part.shape[1] * row + 2, row, *inner) if part.dim() > 1 else (3,)
+    size = 2 + sum((n - 1) * stride for n, stride in zip(part.shape, strides, strict=True))
+    ones = torch.full((size * part.element_size(),), 255, dtype=torch.uint8)
+    return keep(ones).view(part.dtype).as_strided(part.shape, strides, 1).copy_(part)
 
 
 def counts_of(name: str) -> tuple[int, ...]:
@@ -197,7 +205,7 @@ def test_same_bits_as_dequantised(isa: str, name: str) -> None:
 
 @each_feed
 def test_same_bits_with_any_number_of_tokens(isa: str, name: str) -> None:
-    case = make_case(name, name, COUNTS, seed=1)
+    case = make_case(name, name, COUNTS, hidden=512, intermediate=256, seed=1)
     power_of_two_scales(case)
     oracle.assert_same_bits(case.run(), in_bf16(case).run())
 
@@ -223,14 +231,13 @@ def test_every_element_with_scales_of_16_bits(
 def test_frobenius(isa: str, name: str) -> None:
     """Against exactly dequantised weights, with the intermediate rounded to bf16 once.
 
-    With fp32 hidden states: rounding the output to bf16, which every layer does whatever its weights are, adds 1.7e-3
-    (the root of the sum of squares counts), which is not what a format loses.
+    At most 4e-3; for formats that round no weight 3e-3, of which rounding the output to bf16 takes 1.7e-3 (the root of
+    the sum of squares counts), whatever the weights are. Here hidden states are fp32, and the limit of those 1e-3.
     """
     case = make_case(name, name, counts_of(name), seed=3, dtype=torch.float32)
     expected = oracle.reference(case, oracle.exact).output
     error = float((case.run().double() - expected).norm() / expected.norm())
-    assert error <= (oracle.FROBENIUS if name in EXACT else 4e-3)
-    assert (error > 1e-3) == (name not in EXACT or name == "q4_K"), "which weights are rounded?"
+    assert error <= (1e-3 if name in EXACT else 4e-3), "are weights rounded?"
 
 
 # Whatever else is in the batch --------------------------------------------------------------------------------------
@@ -252,14 +259,14 @@ def test_token_alone(isa: str, name: str) -> None:
 
 
 @each_feed
-def test_any_order_of_tokens(isa: str, name: str) -> None:
+def test_any_order_of_tokens(name: str) -> None:
     case = batch(name)
     order = torch.randperm(len(case.x), generator=torch.Generator().manual_seed(5))
     oracle.assert_same_bits(case.run(**case.tokens(order)), case.run()[order])
 
 
 @each_feed
-def test_any_number_of_threads(isa: str, name: str) -> None:
+def test_any_number_of_threads(name: str) -> None:
     case = batch(name)
     with oracle.threads(1):
         expected = case.run()
@@ -299,7 +306,7 @@ def test_rows_that_are_no_multiple_of_16(isa: str, name: str) -> None:
 
 
 @each_format
-def test_gate_and_up_apart(isa: str, name: str) -> None:
+def test_gate_and_up_apart(name: str) -> None:
     case = make_case(name, name, (1, 2), seed=6)
     apart = halves(case.gate_up)
     expected = case.run()
@@ -309,7 +316,7 @@ def test_gate_and_up_apart(isa: str, name: str) -> None:
         oracle.assert_same_bits(case.run(gate_up=copies), expected)
 
 
-def test_bf16_gate_and_up_apart(isa: str) -> None:
+def test_bf16_gate_and_up_apart() -> None:
     case = make_case(None, "q8_0", (1, 2))
     gate, up = (half.clone() for half in case.gate_up.chunk(2, 1))
     oracle.assert_same_bits(case.run(gate_up=(gate, up)), case.run())
@@ -318,7 +325,7 @@ def test_bf16_gate_and_up_apart(isa: str) -> None:
 
 
 @each_format
-def test_one_tensor_an_expert(isa: str, name: str) -> None:
+def test_one_tensor_an_expert(name: str) -> None:
     case = make_case(name, name, (1, 2), seed=7)
     lists = {"gate_up": over(case.gate_up, as_list), "down": over(case.down, as_list)}
     expected = case.run()
@@ -348,14 +355,14 @@ def test_gate_and_up_alternating(isa: str, name: str) -> None:
 
 
 @each_format
-def test_rows_and_experts_apart(isa: str, name: str) -> None:
+def test_rows_and_experts_apart(name: str) -> None:
     """Between them lies what is NaN or wrong."""
     case = make_case(name, name, (1, 2), seed=8)
     views = {part: over(getattr(case, part), scattered) for part in ("gate_up", "down")}
     oracle.assert_same_bits(case.run(**views), case.run())
 
 
-def test_scales_shared_by_gate_and_up(isa: str) -> None:
+def test_scales_shared_by_gate_and_up() -> None:
     """Up would begin in the middle of a row of fp8_block's scales; a checkpoint of such a layer has them apart."""
     gate, up, down = (
         random_weights(Fp8Block(), (2, *size), seed)
@@ -495,7 +502,7 @@ def test_below_and_above_the_numbers_of_bf16(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MX)
-def test_minus_zero(isa: str, name: str) -> None:
+def test_minus_zero(name: str) -> None:
     """Is a zero, whatever it is multiplied by that is finite."""
     assert not tiny(name, MINUS_ZERO[name], 127, 127, 1.0).any()
     assert not tiny(name, MINUS_ZERO[name], 127, 254, -3e38).any()
@@ -533,7 +540,6 @@ def refuse(words: str, case: oracle.Case, **changes: Any) -> None:
 
 def test_shapes_that_do_not_fit() -> None:
     case = make_case("int8", "int8", (1, 1), hidden=64, intermediate=96)
-    up, down = weights_of("int8", 96, 64), case.down
     refuse(
         "down: expected shape (2, 64, 96) … got (2, 64, 64)", case, down=weights_of("int8", 64, 64)
     )
@@ -545,11 +551,10 @@ def test_shapes_that_do_not_fit() -> None:
         case,
         down=weights_of("int8", 64, 96, 3),
     )
-    refuse("down: expected shape (2, 64, 48)", case, gate_up=up)
+    refuse("down: expected shape (2, 64, 48)", case, gate_up=weights_of("int8", 96, 64))
     refuse("gate_up: expected an even number … got 95", case, gate_up=weights_of("int8", 95, 64))
     refuse("x: expected shape [T, 64] … (2, 63)", case, x=case.x[:, 1:])
     refuse("topk_ids: expected ids from 0 to 1 … got 2", case, ids=torch.full_like(case.ids, 2))
-    del down
 
 
 def test_layouts_that_do_not_fit() -> None:

@@ -65,8 +65,10 @@ def measure(
         else:
             fitting.append(shape.in_format(name))
     base = Subject.of(shape, gib)
-    part = {"gib": gib, "seconds": seconds / max(1, len(fitting)), "threads": threads}
-    found = [_format(each, base, tokens, **part) for each in fitting]
+    found = [
+        _format(each, base, tokens, gib=gib, seconds=seconds / len(fitting), threads=threads)
+        for each in fitting
+    ]
     return {**base.facts(), "formats": found, "absent_formats": absent}
 
 

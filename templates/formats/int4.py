@@ -9,6 +9,7 @@ less than 4e-3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,14 +77,29 @@ class Int4(Quantized):
         with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
             return (groups * factors[..., None]).reshape(-1, columns)
 
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        """Chunks of a group."""
+        return self.group // CHUNK
+
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        codes = matrix.codes.at(row * self.row_bytes).at(chunk * (CHUNK // 2))
-        group = chunk // (self.group // CHUNK)
-        scale = matrix.scales.at(row * self.scale_row_bytes).at(group * SCALE_BYTES[self.scale])
-        table = products(b, vectors, INT4, self.scale, scale)
-        return vectors.lookup(b, table, nibbles(b, codes, low_first)).bitcast(Words)
+        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+
+    def decoder(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
+    ) -> Callable[[Value], Value]:
+        codes = matrix.codes.at(row * self.row_bytes)
+        scales = matrix.scales.at(row * self.scale_row_bytes)
+        place = scales.at(first // self.unit * SCALE_BYTES[self.scale])
+        table = products(b, vectors, INT4, self.scale, place)
+
+        def decode(chunk: Value) -> Value:
+            index = nibbles(b, codes.at(chunk * (CHUNK // 2)), low_first)
+            return vectors.lookup(b, table, index).bitcast(Words)
+
+        return decode
 
 
 SCHEMES = {"int4_g32": Int4(group=32), "int4_g128": Int4(group=128)}

@@ -8,6 +8,7 @@ The value is q · s, as compressed-tensors' "int-quantized" has it with strategi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,13 +117,24 @@ class GroupedInt8(Int8):
     def scale_bytes(self, columns: int) -> int:
         return columns // self.group * SCALE_BYTES[self.scale]
 
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        """Chunks of a group."""
+        return self.group // CHUNK
+
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
+        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+
+    def decoder(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
+    ) -> Callable[[Value], Value]:
+        codes = matrix.codes.at(row * self.row_bytes)
         scales = matrix.scales.at(row * self.scale_row_bytes)
-        place = chunk // (self.group // CHUNK) * SCALE_BYTES[self.scale]
-        return scaled_integers(b, vectors, codes, splat_number(b, scales.at(place), self.scale))
+        place = scales.at(first // self.unit * SCALE_BYTES[self.scale])
+        scale = splat_number(b, place, self.scale)
+        return lambda chunk: scaled_integers(b, vectors, codes.at(chunk * CHUNK), scale)
 
     def row_scale(self, b: Builder, matrix: Matrix, rows: int) -> Value | None:
         return None

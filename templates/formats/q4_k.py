@@ -13,6 +13,7 @@ fp32, and that to bf16.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ class Q4K(Quantized):
     name = "q4_K"
     halves = (0, 2)
     block = _BLOCK
+    unit = _BLOCK // CHUNK
     decode_cycles = 5.0
 
     def code_bytes(self, columns: int) -> int:
@@ -64,14 +66,23 @@ class Q4K(Quantized):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        block = matrix.codes.at(row * self.row_bytes).at((chunk >> 3) * _BYTES)
-        run = chunk & 7
+        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+
+    def decoder(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
+    ) -> Callable[[Value], Value]:
+        block = matrix.codes.at(row * self.row_bytes).at((first >> 3) * _BYTES)
         factors = b.buffer(4 * GROUP)
         factors.store(_factors(b, block))
-        bytes_ = _load_codes(b, block, run >> 1)
-        # What is left of a neighbour above the fourth bit does no harm: the table is there twice.
-        codes = bytes_ >> b.splat(((run & 1) << 2).to(i16), CHUNK)
-        return lookup_16(b, vectors, _table(b, factors.at(run * 4)), codes)
+
+        def decode(chunk: Value) -> Value:
+            run = chunk & 7
+            table = _table(b, factors.at(run * 4))
+            # What is left of a neighbour above the fourth bit does no harm: the table is there twice.
+            codes = _load_codes(b, block, run >> 1) >> b.splat(((run & 1) << 2).to(i16), CHUNK)
+            return lookup_16(b, vectors, table, codes)
+
+        return decode
 
     def stage_row(
         self,
@@ -83,7 +94,7 @@ class Q4K(Quantized):
         end: int,
         into: Value,
     ) -> None:
-        # The factors of all blocks first: a broadcast from memory costs no shuffle, and two tables are rounded at once.
+        # The factors of all blocks first, so that none is read back as soon as it was written.
         first_block, count = first // _BLOCK, (end - first) // _BLOCK
         blocks = matrix.codes.at(row * self.row_bytes).at(first_block * _BYTES)
         all_factors = b.buffer(4 * GROUP * count)
@@ -92,11 +103,7 @@ class Q4K(Quantized):
         with b.loop(0, count) as number:
             block, factors = blocks.at(number * _BYTES), all_factors.at(number * (4 * GROUP))
             for pair in range(4):
-                low, high = (_table(b, factors.at(4 * (2 * pair + i))) for i in (0, 1))
-                table = vectors.pack_bf16(b, low, high).bitcast(Halves)
-                bytes_ = _load_codes(b, block, pair)
-                for i, codes in enumerate((bytes_ & 15, bytes_ >> 4 | 16)):
-                    words = vectors.lookup(b, table, codes).bitcast(Words)
+                for i, words in enumerate(_two_runs(b, vectors, block, factors, pair)):
                     into.at(number * (2 * _BLOCK) + 2 * CHUNK * (2 * pair + i)).store(words)
 
 
@@ -109,6 +116,21 @@ def _factors(b: Builder, block: Value) -> Value:
     numbers = (low | high).bitcast(vec(i8, 16)).zext(vec(i32, GROUP)).to(Floats)
     factors = block.load(vec(f16, 2), align=1).to(vec(f32, 2))
     return numbers * factors.shuffle([0] * 8 + [1] * 8)
+
+
+def _two_runs(
+    b: Builder, vectors: Vectors, block: Value, factors: Value, pair: Value | int
+) -> Iterator[Value]:
+    """The words of runs 2 · pair and 2 · pair + 1, from the address of a block's factors.
+
+    There a broadcast costs no shuffle.  The tables of both runs are rounded at once; the second one comes first, as its
+    codes are what a shift leaves.
+    """
+    low, high = (_table(b, factors.at(pair * 8 + 4 * i)) for i in (0, 1))
+    table = vectors.pack_bf16(b, high, low).bitcast(Halves)
+    codes = _load_codes(b, block, pair)
+    yield vectors.lookup(b, table, codes & 15 | 16).bitcast(Words)
+    yield vectors.lookup(b, table, codes >> 4).bitcast(Words)
 
 
 def _load_codes(b: Builder, block: Value, pair: Value | int) -> Value:

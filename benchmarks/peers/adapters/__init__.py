@@ -9,12 +9,12 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from peers.inputs import Matrix, Size
+from peers.inputs import Size
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A layer: x `[tokens, hidden]`, ids and fp32 router weights `[tokens, top_k]`; returns `[tokens, hidden]`."""
@@ -58,8 +58,8 @@ class Peer:
         """Load the library; returns which kernels it uses here. Raises anything if it can't run here."""
         raise NotImplementedError
 
-    def layer(self, gate_up: Matrix, down: Matrix) -> Mapping[str, Run]:
-        """By implementation. The weights, in the setup's format, are freed unless it keeps them."""
+    def layer(self, gate_up: Any, down: Any) -> Mapping[str, Run]:
+        """By implementation. The weights are freed unless it keeps them: tensors for bf16, else `Quantised`."""
         raise NotImplementedError
 
     def refusal(self, implementation: str, tokens: int) -> str | None:

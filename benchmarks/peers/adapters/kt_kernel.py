@@ -50,7 +50,7 @@ class KtKernel(Peer):
         self.on_gpu = torch.zeros(setup.size.experts, dtype=torch.bool)  # read at every call
         names = _KERNELS[setup.size.weights]
         found = (getattr(extension.moe, name, None) for name in names)
-        self.kernel = next((kernel for kernel in found if kernel is not None), None)
+        self.kernel: Any = next((kernel for kernel in found if kernel is not None), None)
         if self.kernel is None:
             raise ImportError(f"this build has none of {', '.join(names)}")
         return f"{self.kernel.__name__} ({kt_kernel.__cpu_variant__})"
