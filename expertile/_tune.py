@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from expertile._bench import SHAPES, Shape, machine, numbers_from, shape_from, torch_threads
+from expertile._bench import SHAPES, W8A8, Shape, machine, numbers_from, shape_from, torch_threads
 from expertile.codegen import isa as isas
 from expertile.codegen.cache import default_cache
 from expertile.runtime import openmp, tuning
@@ -42,7 +42,7 @@ def command(
     ] = None,
     gate: Annotated[str | None, typer.Option(help="Default: the shape's.")] = None,
     weights: Annotated[
-        str, typer.Option(help=f"Weight format: bf16, {', '.join(formats.names())}.")
+        str, typer.Option(help=f"Weight format: bf16, {', '.join(formats.names())}, {W8A8}.")
     ] = "bf16",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Default: as a layer would use.")

@@ -68,6 +68,7 @@ _KEYS = {
     "dtype": _Key("dtype of the hidden states", DTYPES, "bf16"),
     "interleaved": _Key("gate and up alternate", _SWITCH, "false"),
     "transposed": _Key("weights lie [inputs, outputs]", _SWITCH, "false"),
+    "activations": _Key("what weights are multiplied by", ("bf16", "int8"), "bf16"),
     "weights": _Key("weight format", ("bf16", *formats.names()), "bf16"),
     "variant": _Key("how the kernel is blocked, by name", (), _BEST, largest=None),
 }
@@ -82,9 +83,10 @@ _KINDS = {
         "interleaved",
         "transposed",
         "weights",
+        "activations",
         "variant",
     ),
-    "down": ("h", "i", "m", "b", "bias", "transposed", "weights", "variant"),
+    "down": ("h", "i", "m", "b", "bias", "transposed", "weights", "activations", "variant"),
     "gather": ("h", "dtype"),
     "finish": ("dtype",),
     "driver": (),
@@ -162,6 +164,7 @@ def _expert(kind: str) -> Callable[[str, dict[str, Any]], Spec]:
             down_bias=values["bias"],
             interleaved=values.get("interleaved", False),
             transposed=values["transposed"],
+            activations=values["activations"],
         )
         kernels = contiguous(layer, isa)
         kernel = kernels.gate_up if kind == "gate_up" else kernels.down
@@ -214,6 +217,8 @@ _STAND_INS = {
     "amx": ("sapphirerapids", ("+amx-bf16", "+amx-int8", "+amx-tile")),
     "avx512_bf16": ("cooperlake", ("+avx512bf16", "+avx512bw", "+avx512f", "+avx512vl")),
     "portable_exact": ("haswell", ("+avx2", "+fma")),
+    "amx_int8": ("sapphirerapids", ("+amx-int8", "+amx-tile")),
+    "avx512_vnni": ("icelake-server", ("+avx512bw", "+avx512f", "+avx512vl", "+avx512vnni")),
 }
 """For an ISA that can't run here: the first CPU that has it."""
 
@@ -236,7 +241,9 @@ def target(isa: str) -> Target:
 
 # Assembly ---------------------------------------------------------------------------------------------------------
 
-TILE_INSTRUCTION = r"\b(?:tile(?:load\w*|store\w*|zero|release)|ldtilecfg|tdp\w+|v?dpbf16ps)\b"
+TILE_INSTRUCTION = (
+    r"\b(?:tile(?:load\w*|store\w*|zero|release)|ldtilecfg|tdp\w+|v?dpbf16ps|vpdpbusd)\b"
+)
 """Matches the instructions of a tile machine in assembly, and the intrinsics they come from in IR."""
 
 _CLASSES = tuple(
@@ -246,7 +253,7 @@ _CLASSES = tuple(
         ("tile load", r"tileload"),
         ("tile store", r"tilestore"),
         ("tile set-up", r"tile|ldtilecfg"),
-        ("dot product", r"vdpbf16ps"),
+        ("dot product", r"vdpbf16ps|vpdpbusd"),
         ("multiply-add", r"vf(n?m)(add|sub)"),
         ("prefetch", r"prefetch"),
         ("vector move", r"vp?(mov|broadcast|gather|scatter|maskmov)|kmov"),

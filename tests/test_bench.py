@@ -178,7 +178,7 @@ def test_a_subject_has_whole_layers_and_compiles_what_calls_need(
     assert asked == [[1, 3]]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "int8", "q4_K"])
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "int8", "w8a8", "q4_K"])
 def test_calls_find_everything_compiled(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = _bench.Shape("test", 256, 256, 6, 2).in_format(weights)
     subject, calls = Subject.of(shape, 1e-4), _bench.schedule(shape, 1, 3)
@@ -191,7 +191,7 @@ def test_calls_find_everything_compiled(weights: str, monkeypatch: pytest.Monkey
         assert y.abs().sum() > 0
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8_block", "int4_g32", "mxfp4", "q6_K"])
+@pytest.mark.parametrize("weights", ["int8", "w8a8", "fp8_block", "int4_g32", "mxfp4", "q6_K"])
 def test_bytes_are_the_format_s_own(weights: str) -> None:
     shape = _bench.Shape("test", 512, 256, 4, 2).in_format(weights)
     layer = _bench.Weights.random(shape)

@@ -11,6 +11,7 @@ from expertile._bench.implementations import peers
 from expertile._bench.protocol import measure
 from expertile._bench.workload import (
     SHAPES,
+    W8A8,
     Call,
     Shape,
     Weights,
@@ -21,6 +22,7 @@ from expertile._bench.workload import (
 
 __all__ = [
     "SHAPES",
+    "W8A8",
     "Call",
     "Shape",
     "Weights",

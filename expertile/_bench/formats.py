@@ -1,7 +1,7 @@
 """`bench --weights`: layers of other weight formats, and the same layer in bf16 beside each in the same rounds.
 
-A share is that of the roofline over the format's own bytes, codes and scales; a speed-up is of experts a second over
-bf16.
+A share is that of the roofline over the format's own bytes, codes and scales; for "w8a8", int8 with int8 activations,
+also over the peak of multiplying bytes. A speed-up is of experts a second over bf16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from expertile._bench.protocol import (
     spread,
     steps,
 )
-from expertile._bench.workload import Shape, Subject, schedule
+from expertile._bench.workload import W8A8, Shape, Subject, schedule
 from expertile.runtime import roofline
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.roofline import Probe
@@ -35,7 +35,7 @@ FORMAT_TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 def formats_from(text: str) -> list[str]:
     """The formats in "mxfp4,int4_g32", or all of them. Raises typer.BadParameter for a name that is none."""
-    known = ("bf16", *formats.names())
+    known = ("bf16", *formats.names(), W8A8)
     names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -77,13 +77,14 @@ def _format(
 ) -> Json:
     subject = Subject.of(shape, gib)
     streams, peak = roofline.reads(subject.matrices, threads), roofline.peak(threads)
+    own = roofline.peak(threads, shape.activations) if shape.activations != "bf16" else peak
     quantised, bf16 = (_probes(each, tokens) for each in (subject, base))
-    references = [*streams.values(), peak]
+    references = list(dict.fromkeys([*streams.values(), peak, own]))
     disturbance = sample(references, [*quantised.values(), *bf16.values()], seconds)
     read = streams[best(streams)]
     experts = base.shape.expert_bytes / shape.expert_bytes
     calls = [
-        result(shape, t, quantised[t], read, peak)
+        result(shape, t, quantised[t], read, own)
         | {
             "speedup": speedup(quantised[t], bf16[t], experts),
             "bf16": result(base.shape, t, bf16[t], read, peak),
@@ -94,7 +95,7 @@ def _format(
         **subject.facts(),
         "expert_bytes": shape.expert_bytes,
         "read": bandwidths(streams),
-        "peak_tflops": spread(peak.rates.values(), 1e12),
+        "peak_tflops": spread(own.rates.values(), 1e12),
         "cores_used_by_others": disturbance,
         "calls": calls,
     }

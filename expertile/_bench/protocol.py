@@ -127,7 +127,8 @@ def measure(
     calls = {t: schedule(shape, len(subject.layers), t) for t in tokens}
     subject.compile(call for some in calls.values() for call in some)
     xs = {t: inputs(t, shape) for t in tokens}
-    streams, peak = roofline.reads(subject.matrices, threads), roofline.peak(threads)
+    streams = roofline.reads(subject.matrices, threads)
+    peak = roofline.peak(threads, shape.activations)
     probes = {t: Probe(steps(ours(shape), subject.layers, calls[t], xs[t])) for t in tokens}
     runs = {name: run for name, run in others.items() if not isinstance(run, str)}
     theirs = {

@@ -25,6 +25,10 @@ _HOT_TOKENS, _COLD_EXPERTS = 500, 60
 # Shapes -------------------------------------------------------------------------------------------
 
 
+W8A8 = "w8a8"
+"""What stands for int8 weights with int8 activations where a weight format is named."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """An expert layer to measure."""
@@ -40,8 +44,18 @@ class Shape:
     transposed: bool = False
     weights: str = "bf16"
 
+    @property
+    def scheme(self) -> str:
+        """The weight format."""
+        return "int8" if self.weights == W8A8 else self.weights
+
+    @property
+    def activations(self) -> str:
+        """What is multiplied by it."""
+        return "int8" if self.weights == W8A8 else "bf16"
+
     def in_format(self, weights: str) -> Shape:
-        """The layer with other weights. Quantised ones are never transposed: checkpoints have none that are."""
+        """The layer with other weights, or "w8a8". Quantised ones aren't transposed: no checkpoint has such."""
         transposed = self.transposed and weights == "bf16"
         return replace(self, weights=weights, transposed=transposed)
 
@@ -62,8 +76,9 @@ class Shape:
         bias = "bf16" if self.bias else None
         sizes = (self.hidden, self.intermediate, self.experts, self.top_k)
         return expertile.ExpertSpec(
-            *sizes, self.weights, self.gate, bias, bias, self.interleaved, self.transposed
-        )
+            *sizes, self.scheme, self.gate, bias, bias, self.interleaved, self.transposed,
+            activations=self.activations,
+        )  # fmt: skip
 
     @property
     def options(self) -> Json:
@@ -72,6 +87,7 @@ class Shape:
             "gate": self.gate,
             "interleaved": self.interleaved,
             "transposed": self.transposed,
+            "activations": self.activations,
         }
 
 
@@ -136,7 +152,7 @@ class Weights:
         widths = {"gate_up_bias": 2 * i, "down_bias": h} if shape.bias else {}
         biases = {name: random_bf16(e, width) for name, width in widths.items()}
         gate_up, down = (
-            _matrices(shape.weights, size, 2 * seed + number) for number, size in enumerate(sizes)
+            _matrices(shape.scheme, size, 2 * seed + number) for number, size in enumerate(sizes)
         )
         return cls(gate_up, down, biases)
 
