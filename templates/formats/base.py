@@ -15,7 +15,7 @@ padded with zeros, because a tile load takes whole tiles and the memory behind t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -109,6 +109,8 @@ class ByRows(WeightFormat):
 
     unit: ClassVar[int] = 1
     """Chunks that share something which is worth working out once for all of them."""
+    step: ClassVar[int] = 1
+    """Chunks among them that are decoded at once; it divides `unit`."""
 
     @abstractmethod
     def words(
@@ -121,6 +123,9 @@ class ByRows(WeightFormat):
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
-        """What gives the words of a chunk, for `unit` chunks from `first` on, which is a multiple of it."""
-        return lambda chunk: self.words(b, vectors, matrix, row, chunk)
+    ) -> Callable[[Value], Iterable[Value]]:
+        """What gives the words of `step` chunks, from one of the `unit` chunks from `first` on.
+
+        `first` is a multiple of `unit`, and what it is called with, of `step`.
+        """
+        return lambda chunk: [self.words(b, vectors, matrix, row, chunk)]

@@ -13,7 +13,7 @@ An element is d·sc·(q − 32), exact in fp32 (11 + 7 + 5 bits at most); it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,14 +67,15 @@ class Q6K(Quantized):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        (words,) = self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        return words
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
+    ) -> Callable[[Value], Iterable[Value]]:
         codes, factors = b.buffer(_BLOCK), b.buffer(4 * GROUP)
         _unpack(b, matrix.codes.at(row * self.row_bytes).at((first >> 3) * _BYTES), codes, factors)
-        return lambda chunk: _words(b, vectors, codes, factors, chunk & 7)
+        return lambda chunk: [_words(b, vectors, codes, factors, chunk & 7)]
 
     def stage_row(
         self,
