@@ -389,10 +389,12 @@ class _Codes(_Source):
 
     matrices: list[Matrix]
     format: ByRows
+    chunks: int
+    """Of a row."""
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        return self.format.unit
+        return self.format.unit_of(self.chunks)
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -403,11 +405,9 @@ class _Codes(_Source):
         return len(self.matrices)
 
     def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
+        rows = [top + row for row in range(plan.rows)]
         decoders = [
-            [
-                self.format.decoder(e.b, e.isa.vectors, self.matrices[block], top + row, first)
-                for row in range(plan.rows)
-            ]
+            self.format.decoders(e.b, e.isa.vectors, self.matrices[block], rows, first)
             for block in chosen
         ]
 
@@ -540,7 +540,7 @@ class _Emitter:
         if self.variant.copied and chunks:
             self._copied(_Rows(matrices, chunks, tails, plan, stream), row, count)
             return
-        source: _Source = _Codes(matrices, format_)
+        source: _Source = _Codes(matrices, format_, chunks)
         if format_.direct:
             source = _Memory([matrix.codes for matrix in matrices], format_.row_bytes)
         rows = _Rows(matrices, chunks, tails, plan, stream)
@@ -611,7 +611,7 @@ class _Emitter:
         """A k block of 16 rows, to rows `stride` bytes apart."""
         b, format_ = self.b, self.kernel.format
         assert isinstance(format_, ByRows)
-        unit = format_.unit
+        unit = format_.unit_of(chunks_of(self.kernel.inputs))
         with b.loop(0, GROUP) as row, b.loop(part.first, part.end, unit) as first:
             decode = format_.decoder(b, self.isa.vectors, matrix, row, first)
             with self._chunks(first, unit, format_.step) as chunk:

@@ -42,6 +42,7 @@ class Int4(Quantized):
 
     name = "int4"
     decode_cycles = 4.0
+    stage_cycles = 4.0
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:

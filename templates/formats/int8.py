@@ -40,6 +40,7 @@ class Int8(Quantized):
 
     name = "int8"
     decode_cycles = 4.2
+    stage_cycles = 4.2
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         scales = self.scale_bytes(columns) // SCALE_BYTES[self.scale]
@@ -90,6 +91,7 @@ class GroupedInt8(Int8):
 
     name = "int8_grouped"
     decode_cycles = 5.8
+    stage_cycles = 5.8
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:

@@ -39,6 +39,7 @@ class Q4K(Quantized):
     unit = _BLOCK // CHUNK
     step = 2
     decode_cycles = 4.5
+    stage_cycles = 5.0
 
     def code_bytes(self, columns: int) -> int:
         return columns // _BLOCK * _BYTES

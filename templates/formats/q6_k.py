@@ -38,6 +38,7 @@ class Q6K(Quantized):
     block = _BLOCK
     unit = _BLOCK // CHUNK
     decode_cycles = 6.5
+    stage_cycles = 7.0
 
     def code_bytes(self, columns: int) -> int:
         return columns // _BLOCK * _BYTES
