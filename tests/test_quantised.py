@@ -553,7 +553,7 @@ def test_shapes_that_do_not_fit() -> None:
     )
     refuse("down: expected shape (2, 64, 48)", case, gate_up=weights_of("int8", 96, 64))
     refuse("gate_up: expected an even number … got 95", case, gate_up=weights_of("int8", 95, 64))
-    refuse("x: expected shape [T, 64] … (2, 63)", case, x=case.x[:, 1:])
+    refuse("x: expected shape [T, 64] … (4, 63)", case, x=case.x[:, 1:])
     refuse("topk_ids: expected ids from 0 to 1 … got 2", case, ids=torch.full_like(case.ids, 2))
 
 

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str | None, str | None, dict[str, Any], int, int], ...] = (
     ("fp8_block", "fp8_block", {"hidden": 288, "intermediate": 640}, 0, 17),
     ("q4_K", "q6_K", {"hidden": 768, "intermediate": 256}, 2, 2),
 )
-"""Formats of gate/up and down and sizes (with a rest after k blocks of 512), full blocks of tokens, and how many more."""
+"""Formats of gate/up and down, sizes (a rest after a k block of 512), full blocks of tokens, and how many more."""
 _SECONDS = 60 * settings().max_examples
 """For a whole program, on a busy machine."""
 

@@ -38,7 +38,7 @@ class Q4K(Quantized):
     block = _BLOCK
     unit = _BLOCK // CHUNK
     step = 2
-    decode_cycles = 4.5
+    decode_cycles = 5.5
     stage_cycles = 5.0
 
     def code_bytes(self, columns: int) -> int:

@@ -37,7 +37,7 @@ class Q6K(Quantized):
     halves = (208,)
     block = _BLOCK
     unit = _BLOCK // CHUNK
-    decode_cycles = 6.5
+    decode_cycles = 8.0
     stage_cycles = 7.0
 
     def code_bytes(self, columns: int) -> int:
