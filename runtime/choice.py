@@ -167,20 +167,20 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
     rows = plan.rows * plan.blocks
     cycles = 0.0
     written = variant.copied or variant.staged
-    decode = kernel.format.decode_cycles
     for number, one in enumerate(plan.passes):
         tokens = sum(tile.tokens for tile in one.tiles)
         # The first pass finds the rows in L2, the others where they stay.
         from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
         from_l2 += 0 if b_in_l1 else tokens
         multiply = max(isa.multiply_cycles * rows * tokens, isa.latency_cycles)
-        multiply += 0.0 if written else decode * rows
+        multiply += 0.0 if written else kernel.format.decode_cycles * rows
         step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
     asking = _ASK_CYCLES * len(variant.ahead)
-    copying = decode + (_STAGE_CYCLES if variant.staged else _L2_CYCLES + 1) if written else 0.0
+    writing = kernel.format.stage_cycles + (_STAGE_CYCLES if variant.staged else _L2_CYCLES + 1)
+    copying = writing if written else 0.0
     return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
 
 

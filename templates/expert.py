@@ -362,6 +362,8 @@ class _Source(ABC):
     """Where the A tiles of some blocks of 16 rows come from."""
 
     unit = 1
+    """Chunks that something is worked out for together."""
+    step = 1
     """Chunks that are asked for together."""
 
     @property
@@ -374,8 +376,8 @@ class _Source(ABC):
         """A tiles of rows `top`… of some blocks, for `unit` chunks from `first` on."""
 
 
-_Tiles = Callable[[int, Value], Any]
-"""The A tile of a pass by its number and the chunk."""
+_Tiles = Callable[[Value], Iterator[list[Any]]]
+"""The A tiles of a pass, for one after another of `step` chunks from a chunk on."""
 
 
 @dataclass(frozen=True)
@@ -393,9 +395,12 @@ class _Memory(_Source):
     def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
         rows = [self.addresses[block].at(top * self.stride) for block in chosen]
 
-        def load(number: int, chunk: Value) -> Any:
-            address = rows[number].at((chunk - self.start) * 64)
-            return e.isa.load_a(e.b, plan, number, address, self.stride, e.variant.streaming)
+        def load(chunk: Value) -> Iterator[list[Any]]:
+            offset = (chunk - self.start) * 64
+            yield [
+                e.isa.load_a(e.b, plan, number, row.at(offset), self.stride, e.variant.streaming)
+                for number, row in enumerate(rows)
+            ]
 
         return load
 
@@ -406,24 +411,34 @@ class _Codes(_Source):
 
     matrices: list[Matrix]
     format: ByRows
+    chunks: int
+    """Of a row."""
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        return self.format.unit
+        return self.format.unit_of(self.chunks)
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        return self.format.step
 
     @property
     def blocks(self) -> int:
         return len(self.matrices)
 
     def tiles(self, e: _Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> _Tiles:
+        rows = [top + row for row in range(plan.rows)]
         decoders = [
-            [
-                self.format.decoder(e.b, e.isa.vectors, self.matrices[block], top + row, first)
-                for row in range(plan.rows)
-            ]
+            self.format.decoders(e.b, e.isa.vectors, self.matrices[block], rows, first)
             for block in chosen
         ]
-        return lambda number, chunk: e.isa.hold_a([row(chunk) for row in decoders[number]])
+
+        def decode(chunk: Value) -> Iterator[list[Any]]:
+            blocks = [zip(*(row(chunk) for row in rows), strict=True) for rows in decoders]
+            for tiles in zip(*blocks, strict=True):
+                yield [e.isa.hold_a(list(rows)) for rows in tiles]
+
+        return decode
 
 
 class _Emitter:
@@ -555,7 +570,7 @@ class _Emitter:
         if self.variant.copied and chunks:
             self._copied(_Rows(matrices, chunks, tails, plan, stream), row, count)
             return
-        source: _Source = _Codes(matrices, format_)
+        source: _Source = _Codes(matrices, format_, chunks)
         if format_.direct:
             source = _Memory([matrix.codes for matrix in matrices], format_.row_bytes)
         rows = _Rows(matrices, chunks, tails, plan, stream)
@@ -626,11 +641,13 @@ class _Emitter:
         """A k block of 16 rows, to rows `stride` bytes apart."""
         b, format_ = self.b, self.kernel.format
         assert isinstance(format_, ByRows)
-        unit = format_.unit
+        unit = format_.unit_of(chunks_of(self.kernel.inputs))
         with b.loop(0, GROUP) as row, b.loop(part.first, part.end, unit) as first:
             decode = format_.decoder(b, self.isa.vectors, matrix, row, first)
-            with self._chunks(first, unit) as chunk:
-                into.at(row * stride + (chunk - part.first) * 64).store(decode(chunk))
+            with self._chunks(first, unit, format_.step) as chunk:
+                at = into.at(row * stride + (chunk - part.first) * 64)
+                for place, words in enumerate(decode(chunk)):
+                    at.at(64 * place).store(words)
 
     @contextmanager
     def _kept_blocks(self) -> Iterator[Value]:
@@ -661,9 +678,10 @@ class _Emitter:
                                 tokens.restore()
                         with b.loop(part.first, part.end, source.unit) as start:
                             tiles = source.tiles(self, plan, chosen, top, start)
-                            with self._chunks(start, source.unit) as chunk:
-                                rows.stream.step()
-                                tokens.step(tiles, chunk)
+                            with self._chunks(start, source.unit, source.step) as chunk:
+                                for place, a in enumerate(tiles(chunk)):
+                                    rows.stream.step()
+                                    tokens.step(a, chunk + place)
                         if part.ends is None:
                             self._finish_pass(rows, tokens, chosen, top)
                             continue
@@ -677,16 +695,17 @@ class _Emitter:
         if rows.tails:
             last = self.b.const(i64, rows.chunks)
             tails = _Memory(rows.tails, 64, rows.chunks)
-            tokens.step(tails.tiles(self, rows.plan, chosen, top, last), last)
+            [a] = tails.tiles(self, rows.plan, chosen, top, last)(last)
+            tokens.step(a, last)
         tokens.store(top)
 
     @contextmanager
-    def _chunks(self, first: Value, count: int) -> Iterator[Value]:
-        """A loop over some chunks."""
-        if count == 1:
+    def _chunks(self, first: Value, count: int, step: int) -> Iterator[Value]:
+        """A loop over each `step`-th of some chunks."""
+        if count == step:
             yield first
             return
-        with self.b.loop(first, first + count) as chunk:
+        with self.b.loop(first, first + count, step) as chunk:
             yield chunk
 
 
@@ -734,10 +753,9 @@ class _Pass:
         )
         self._token, self._top = token, top
 
-    def step(self, tiles: _Tiles, chunk: Value) -> None:
+    def step(self, a: list[Any], chunk: Value) -> None:
         """One chunk: the A tiles times the operand's chunk number `chunk`."""
         e, isa, b, plan = self.e, self.e.isa, self.e.b, self.plan
-        a = [tiles(number, chunk) for number in range(plan.blocks)]
         for j, tile in enumerate(self.tiles):
             at = self.operands[j].at(chunk * (64 * e.groups[tile.group]))
             v = isa.load_b(b, plan, tile, j, at)

@@ -140,8 +140,9 @@ def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
                     arg.words.at(offset + chunk * (2 * CHUNK)).store(words)
                 with b.loop(0, arg.chunks, format_.unit) as start:
                     decode = format_.decoder(b, vectors, block, row, start)
-                    with b.loop(start, start + format_.unit) as chunk:
-                        arg.decoded.at(offset + chunk * (2 * CHUNK)).store(decode(chunk))
+                    with b.loop(start, start + format_.unit, format_.step) as chunk:
+                        for place, words in enumerate(decode(chunk)):
+                            arg.decoded.at(offset + (chunk + place) * (2 * CHUNK)).store(words)
         for start, end, count in ((0, full, GROUP), (full, arg.rows, rest)):
             with b.loop(start, end, GROUP) as first:
                 factors = format_.row_scale(b, format_.rows(matrix, first), count)

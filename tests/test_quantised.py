@@ -31,6 +31,8 @@ from expertile.templates.formats.int8 import Int8
 from expertile.templates.formats.nvfp4 import Nvfp4
 
 SCHEMES = formats.schemes() | {"nvfp4 divides": Nvfp4(divides=True)}
+for group in (32, 64):
+    del SCHEMES[f"int8_g{group}"]  # the same code as with 128
 ROUNDED = tuple(name for name, scheme in SCHEMES.items() if scheme.name not in oracle.ROW_SCALED)
 """Those that round a weight to bf16, or need not: their kernels multiply what `dequantize` says, in bf16."""
 SCALED = tuple(name for name in SCHEMES if name not in ROUNDED)
@@ -50,7 +52,7 @@ Change = Callable[[Tensor], Any]
 
 def sizes(scheme: Quantized) -> tuple[int, int]:
     """H and I: few multiples of the format's block (nine where it is 32), at least 256; I one of what rows share."""
-    return {32: (288, 384), 64: (384, 256), 128: (384, 256), 256: (512, 256)}[scheme.block]
+    return {32: (288, 384), 128: (384, 256), 256: (512, 256)}[scheme.block]
 
 
 def make_case(
@@ -183,9 +185,9 @@ def scattered(part: Tensor, keep: Change = lambda memory: memory) -> Tensor:
 
 
 def counts_of(name: str) -> tuple[int, ...]:
-    """Some of the numbers of tokens: each is some formats' turn."""
+    """Two numbers of tokens: each is some formats' turn."""
     first = list(SCHEMES).index(name)
-    return tuple(COUNTS[(first + step) % len(COUNTS)] for step in (0, 4, 8))
+    return tuple(COUNTS[(first + step) % len(COUNTS)] for step in (0, 6))
 
 
 each_format = pytest.mark.parametrize("name", SCHEMES)
@@ -203,7 +205,7 @@ def test_same_bits_as_dequantised(isa: str, name: str) -> None:
     oracle.assert_same_bits(case.run(), in_bf16(case).run())
 
 
-@each_feed
+@pytest.mark.parametrize("name", ["mxfp4", "q4_K"])
 def test_same_bits_with_any_number_of_tokens(isa: str, name: str) -> None:
     case = make_case(name, name, COUNTS, hidden=512, intermediate=256, seed=1)
     power_of_two_scales(case)
@@ -220,10 +222,10 @@ def test_every_element(isa: str, name: str) -> None:
 @pytest.mark.parametrize("scale", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [Int8, Fp8])
 def test_every_element_with_scales_of_16_bits(
-    isa: str, kind: Callable[..., Quantized], scale: str, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[..., Quantized], scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SCHEMES, "short", kind(scale=scale))
-    case = make_case("short", "short", (2, 1), hidden=64, intermediate=96)
+    case = make_case("short", "short", (2, 2), hidden=64, intermediate=96)
     oracle.check(case, case.run())
 
 
@@ -245,13 +247,13 @@ def test_frobenius(isa: str, name: str) -> None:
 
 def batch(name: str) -> oracle.Case:
     """Tokens with two of three experts each, of which one has more than a block."""
-    case = make_case(name, name, (5, 36, 4), seed=4)
+    case = make_case(name, name, (3, 33, 0), seed=4)
     other = (case.ids + 1) % 3
     return replace(case, ids=torch.cat([case.ids, other], 1), router=case.router.expand(-1, 2))
 
 
 @each_feed
-def test_token_alone(isa: str, name: str) -> None:
+def test_token_alone(name: str) -> None:
     case = batch(name)
     expected = case.run()
     for token in range(0, len(expected), 5):
@@ -283,11 +285,9 @@ def test_any_number_of_threads(name: str) -> None:
     ("gate_up", "down"),
     [("q4_K", "q6_K"), ("int4_g32", "int8"), ("mxfp4", "q8_0"), (None, "q6_K"), ("fp8", None)],
 )
-def test_gate_up_and_down_of_different_formats(
-    isa: str, gate_up: str | None, down: str | None
-) -> None:
+def test_gate_up_and_down_of_different_formats(gate_up: str | None, down: str | None) -> None:
     bias = torch.float32 if gate_up is None else torch.bfloat16
-    case = make_case(gate_up, down, (1, 3), hidden=256, intermediate=256, bias=bias)
+    case = make_case(gate_up, down, (2, 2), hidden=256, intermediate=256, bias=bias)
     result = case.run()
     oracle.check(case, result)
     power_of_two_scales(case)
@@ -295,11 +295,11 @@ def test_gate_up_and_down_of_different_formats(
 
 
 @each_feed
-def test_rows_that_are_no_multiple_of_16(isa: str, name: str) -> None:
+def test_rows_that_are_no_multiple_of_16(name: str) -> None:
     """Beside a bf16 matrix, which may have any K, a quantised one may have any number of rows."""
     width = sizes(SCHEMES[name])[1]
-    up = make_case(name, None, (3, 1), hidden=width, intermediate=2 * GROUP + 5, gate="relu2")
-    down = make_case(None, name, (3, 1), hidden=2 * GROUP + 7, intermediate=width)
+    up = make_case(name, None, (2, 2), hidden=width, intermediate=2 * GROUP + 5, gate="relu2")
+    down = make_case(None, name, (2, 2), hidden=2 * GROUP + 7, intermediate=width)
     for case in (up, down):
         power_of_two_scales(case)
         oracle.assert_same_bits(case.run(), in_bf16(case).run())
@@ -307,7 +307,7 @@ def test_rows_that_are_no_multiple_of_16(isa: str, name: str) -> None:
 
 @each_format
 def test_gate_and_up_apart(name: str) -> None:
-    case = make_case(name, name, (1, 2), seed=6)
+    case = make_case(name, name, (2, 2), seed=6)
     apart = halves(case.gate_up)
     expected = case.run()
     oracle.assert_same_bits(case.run(gate_up=apart), expected)
@@ -317,7 +317,7 @@ def test_gate_and_up_apart(name: str) -> None:
 
 
 def test_bf16_gate_and_up_apart() -> None:
-    case = make_case(None, "q8_0", (1, 2))
+    case = make_case(None, "q8_0", (2, 2))
     gate, up = (half.clone() for half in case.gate_up.chunk(2, 1))
     oracle.assert_same_bits(case.run(gate_up=(gate, up)), case.run())
     each = tuple(ExpertWeights.from_bf16(as_list(half)) for half in (gate, up))
@@ -326,7 +326,7 @@ def test_bf16_gate_and_up_apart() -> None:
 
 @each_format
 def test_one_tensor_an_expert(name: str) -> None:
-    case = make_case(name, name, (1, 2), seed=7)
+    case = make_case(name, name, (2, 2), seed=7)
     lists = {"gate_up": over(case.gate_up, as_list), "down": over(case.down, as_list)}
     expected = case.run()
     oracle.assert_same_bits(case.run(**lists), expected)
@@ -336,9 +336,9 @@ def test_one_tensor_an_expert(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int8", "q4_K", "nvfp4"])
-def test_gate_and_up_alternating(isa: str, name: str) -> None:
+def test_gate_and_up_alternating(name: str) -> None:
     """As gpt-oss has them, with biases and with its gate."""
-    case = make_case(name, name, (2, 1), gate="swiglu_oai", bias=torch.bfloat16, interleaved=True)
+    case = make_case(name, name, (2, 2), gate="swiglu_oai", bias=torch.bfloat16, interleaved=True)
     assert case.gate_up_bias is not None
     expected = case.run()
     oracle.check(case, expected)
@@ -357,7 +357,7 @@ def test_gate_and_up_alternating(isa: str, name: str) -> None:
 @each_format
 def test_rows_and_experts_apart(name: str) -> None:
     """Between them lies what is NaN or wrong."""
-    case = make_case(name, name, (1, 2), seed=8)
+    case = make_case(name, name, (2, 2), seed=8)
     views = {part: over(getattr(case, part), scattered) for part in ("gate_up", "down")}
     oracle.assert_same_bits(case.run(**views), case.run())
 
@@ -368,7 +368,7 @@ def test_scales_shared_by_gate_and_up() -> None:
         random_weights(Fp8Block(), (2, *size), seed)
         for seed, size in enumerate([(192, 288), (192, 288), (288, 192)])
     )
-    case = make_case("fp8_block", "fp8_block", (1, 2), hidden=288, intermediate=192)
+    case = make_case("fp8_block", "fp8_block", (2, 2), hidden=288, intermediate=192)
     with pytest.raises(ArgumentError, match=r"gate_up: .* 128 rows, .* row 192; .* as a pair"):
         case.run()
     with pytest.raises(ArgumentError, match=r"gate_up: .* 128 rows, .* row 1; "):
@@ -378,8 +378,8 @@ def test_scales_shared_by_gate_and_up() -> None:
 
 
 @each_feed
-def test_without_a_gate_half(isa: str, name: str) -> None:
-    case = make_case(name, name, (2, 1), gate="relu2", bias=torch.float32)
+def test_without_a_gate_half(name: str) -> None:
+    case = make_case(name, name, (2, 2), gate="relu2", bias=torch.float32)
     power_of_two_scales(case)
     result = case.run()
     oracle.check(case, result)
@@ -392,7 +392,7 @@ def test_without_a_gate_half(isa: str, name: str) -> None:
 @pytest.mark.parametrize("change", [lambda part: part, as_list], ids=["stacked", "lists"])
 @each_feed
 def test_changes_in_place_are_seen(name: str, change: Change) -> None:
-    case, other = (make_case(name, name, (1, 2), seed=seed) for seed in (9, 10))
+    case, other = (make_case(name, name, (2, 2), seed=seed) for seed in (9, 10))
     case = replace(case, gate_up=over(case.gate_up, change), down=over(case.down, change))
     hidden, intermediate = sizes(SCHEMES[name])
     spec = ExpertSpec(hidden, intermediate, 2, 1, SCHEMES[name])
@@ -441,7 +441,7 @@ MX = {"mxfp4": 32, "ds_fp4": 32, "mxfp8": 32}
 @pytest.mark.parametrize("name", MX)
 def test_scale_255_is_nan(isa: str, name: str) -> None:
     """In a row of down it is one output of the expert's tokens, in a row of gate or up all of them."""
-    case = make_case(name, name, (1, 3, 2), seed=11)
+    case = make_case(name, name, (2, 2, 2), seed=11)
     expected = case.run()
     users = case.ids[:, 0] == 1
     scales = case.down.parts["scales"].of(1).view(torch.uint8)
@@ -508,9 +508,9 @@ def test_minus_zero(name: str) -> None:
     assert not tiny(name, MINUS_ZERO[name], 127, 254, -3e38).any()
 
 
-def test_infinite_scales_of_rows(isa: str) -> None:
+def test_infinite_scales_of_rows() -> None:
     """A row whose scale is too large is infinite or NaN; the others are as they were."""
-    case = make_case("int8", "int8", (1, 3), seed=12)
+    case = make_case("int8", "int8", (2, 2), seed=12)
     expected = case.run()
     users = case.ids[:, 0] == 1
     scales = case.down.parts["scales"].of(1)
@@ -539,7 +539,7 @@ def refuse(words: str, case: oracle.Case, **changes: Any) -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    case = make_case("int8", "int8", (1, 1), hidden=64, intermediate=96)
+    case = make_case("int8", "int8", (2, 2), hidden=64, intermediate=96)
     refuse(
         "down: expected shape (2, 64, 96) … got (2, 64, 64)", case, down=weights_of("int8", 64, 64)
     )
@@ -553,12 +553,12 @@ def test_shapes_that_do_not_fit() -> None:
     )
     refuse("down: expected shape (2, 64, 48)", case, gate_up=weights_of("int8", 96, 64))
     refuse("gate_up: expected an even number … got 95", case, gate_up=weights_of("int8", 95, 64))
-    refuse("x: expected shape [T, 64] … (2, 63)", case, x=case.x[:, 1:])
+    refuse("x: expected shape [T, 64] … (4, 63)", case, x=case.x[:, 1:])
     refuse("topk_ids: expected ids from 0 to 1 … got 2", case, ids=torch.full_like(case.ids, 2))
 
 
 def test_layouts_that_do_not_fit() -> None:
-    case = make_case("int8", "int8", (1, 1), hidden=64, intermediate=64)
+    case = make_case("int8", "int8", (2, 2), hidden=64, intermediate=64)
     gate, up = (weights_of("int8", 64, 64) for _ in range(2))
     pair = (gate, up)
     plain = torch.zeros(2, 64, 64, dtype=torch.bfloat16)
@@ -602,7 +602,7 @@ def test_transposed_spec() -> None:
 
 
 def test_bind_to_other_formats() -> None:
-    case = make_case("int8", "int8", (1, 1), hidden=64, intermediate=96)
+    case = make_case("int8", "int8", (2, 2), hidden=64, intermediate=96)
     spec = ExpertSpec(64, 96, 2, 1, "int8")
     expertile.compile(spec, rows=[]).bind(case.gate_up, case.down)
     for wrong, name in (

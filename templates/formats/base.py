@@ -15,7 +15,7 @@ padded with zeros, because a tile load takes whole tiles and the memory behind t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -45,7 +45,10 @@ class WeightFormat(ABC):
     """Whether full chunks of full row blocks are read from memory as they lie, `row_bytes` apart."""
 
     decode_cycles: ClassVar[float] = 0.0
-    """Core cycles to work out a chunk of a row, about, with 512-bit vectors: for the cost model."""
+    """Core cycles to work out a chunk of a row while it is multiplied, about, with 512-bit vectors: for the cost model.
+    Tables that take registers away from sums cost more than their instructions."""
+    stage_cycles: ClassVar[float] = 0.0
+    """Likewise while rows are staged."""
 
     row_bytes: int
     """Bytes of codes from an output row to the next (or, for a transposed matrix, from an input to the next)."""
@@ -109,6 +112,12 @@ class ByRows(WeightFormat):
 
     unit: ClassVar[int] = 1
     """Chunks that share something which is worth working out once for all of them."""
+    step: ClassVar[int] = 1
+    """Chunks among them that are decoded at once; it divides `unit`."""
+
+    def unit_of(self, chunks: int) -> int:
+        """`unit`, or less in rows of a number of chunks that it does not divide."""
+        return self.unit if chunks % self.unit == 0 else self.step
 
     @abstractmethod
     def words(
@@ -121,6 +130,15 @@ class ByRows(WeightFormat):
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
-        """What gives the words of a chunk, for `unit` chunks from `first` on, which is a multiple of it."""
-        return lambda chunk: self.words(b, vectors, matrix, row, chunk)
+    ) -> Callable[[Value], Iterable[Value]]:
+        """What gives the words of `step` chunks, from one of the `unit` chunks from `first` on.
+
+        `first` is a multiple of what `unit_of` says, and what it is called with, of `step`.
+        """
+        return lambda chunk: [self.words(b, vectors, matrix, row, chunk)]
+
+    def decoders(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], first: Value
+    ) -> list[Callable[[Value], Iterable[Value]]]:
+        """The decoders of several rows, which may share something as well."""
+        return [self.decoder(b, vectors, matrix, row, first) for row in rows]

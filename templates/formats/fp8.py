@@ -43,7 +43,8 @@ class Fp8(Quantized):
     """The dtype of the scales: float32, bfloat16 or float16."""
 
     name = "fp8"
-    decode_cycles = 3.2
+    decode_cycles = 6.0
+    stage_cycles = 3.2
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

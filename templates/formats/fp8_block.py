@@ -8,6 +8,7 @@ The value is e4m3 · s: the scale **multiplies**, whatever its name says.  DeepS
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from expertile.codegen.ir import Builder, Value, i8, i16, vec
 from expertile.codegen.layouts import CHUNK, GROUP
-from expertile.codegen.vectors import Vectors
+from expertile.codegen.vectors import Vectors, Words
 from expertile.templates.formats.base import Matrix
 from expertile.templates.formats.fp8 import scaled, scaled_words
 from expertile.templates.formats.quantized import (
@@ -46,7 +47,9 @@ class Fp8Block(Quantized):
 
     name = "fp8_block"
     shared_rows = _SIDE
+    unit = _SIDE_CHUNKS
     decode_cycles = 7.5
+    stage_cycles = 3.7
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
@@ -81,6 +84,19 @@ class Fp8Block(Quantized):
         codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
         return scaled_words(b, vectors, codes, self._scale(b, matrix, chunk // _SIDE_CHUNKS))
 
+    def decoders(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], first: Value
+    ) -> list[Callable[[Value], Iterable[Value]]]:
+        """With a table of what the codes are worth in a block, which all rows share."""
+        table = b.buffer(256)
+        _write_table(b, vectors, self._scale(b, matrix, first // _SIDE_CHUNKS), table)
+        places = [matrix.codes.at(row * self.row_bytes) for row in rows]
+
+        def decoder(place: Value) -> Callable[[Value], Iterable[Value]]:
+            return lambda chunk: [self._decode(b, vectors, table, place.at(chunk * CHUNK))]
+
+        return [decoder(place) for place in places]
+
     def stage_rows(
         self,
         b: Builder,
@@ -103,8 +119,12 @@ class Fp8Block(Quantized):
             )
             with b.loop(0, rows) as row, b.loop(*chunks) as chunk:
                 place = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
-                words = vectors.decode_signed(b, table, place.load(vec(i8, CHUNK)))
+                words = self._decode(b, vectors, table, place)
                 into.at(row * stride + (chunk - start) * (2 * CHUNK)).store(words)
+
+    def _decode(self, b: Builder, vectors: Vectors, table: Value, codes: Value) -> Value:
+        """The chunk at an address, by its block's table."""
+        return vectors.decode_signed(b, table, codes.load(vec(i8, CHUNK))).bitcast(Words)
 
     def _scale(self, b: Builder, matrix: Matrix, block: Value) -> Value:
         """In 16 lanes. The 16 rows from where `matrix` begins are all in one row of blocks."""
@@ -114,10 +134,12 @@ class Fp8Block(Quantized):
 def _write_table(b: Builder, vectors: Vectors, scale: Value, into: Value) -> None:
     """The values of codes 0…127 times a number in 16 lanes, for `decode_signed`."""
     values = [b.const(Floats, E4M3[i : i + GROUP]) * scale for i in range(0, 128, GROUP)]
-    for i, (low, high) in enumerate(zip(values[::2], values[1::2], strict=True)):
-        words = vectors.pack_bf16(b, low, high).bitcast(vec(i16, CHUNK))
-        into.at(i * CHUNK).store(words.to(vec(i8, CHUNK)))
-        into.at(i * CHUNK + 128).store((words >> 8).to(vec(i8, CHUNK)))
+    pairs = zip(values[::2], values[1::2], strict=True)
+    words = [vectors.pack_bf16(b, *pair).bitcast(vec(i16, CHUNK)) for pair in pairs]
+    for i in (0, 2):  # whole vectors, as they will be loaded
+        for shift in (0, 8):
+            low, high = ((part >> shift).to(vec(i8, CHUNK)) for part in words[i : i + 2])
+            into.at(i * CHUNK + 16 * shift).store(low.shuffle(range(2 * CHUNK), high))
 
 
 SCHEMES = {"fp8_block": Fp8Block()}

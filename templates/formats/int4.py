@@ -9,7 +9,7 @@ less than 4e-3).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,7 @@ class Int4(Quantized):
 
     name = "int4"
     decode_cycles = 4.0
+    stage_cycles = 4.0
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:
@@ -85,19 +86,20 @@ class Int4(Quantized):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        (words,) = self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        return words
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
+    ) -> Callable[[Value], Iterable[Value]]:
         codes = matrix.codes.at(row * self.row_bytes)
         scales = matrix.scales.at(row * self.scale_row_bytes)
         place = scales.at(first // self.unit * SCALE_BYTES[self.scale])
         table = products(b, vectors, INT4, self.scale, place)
 
-        def decode(chunk: Value) -> Value:
+        def decode(chunk: Value) -> Iterable[Value]:
             index = nibbles(b, codes.at(chunk * (CHUNK // 2)), low_first)
-            return vectors.lookup(b, table, index).bitcast(Words)
+            yield vectors.lookup(b, table, index).bitcast(Words)
 
         return decode
 

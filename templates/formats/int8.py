@@ -8,7 +8,7 @@ The value is q · s, as compressed-tensors' "int-quantized" has it with strategi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,7 @@ class Int8(Quantized):
 
     name = "int8"
     decode_cycles = 4.2
+    stage_cycles = 4.2
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         scales = self.scale_bytes(columns) // SCALE_BYTES[self.scale]
@@ -104,6 +105,7 @@ class GroupedInt8(Int8):
 
     name = "int8_grouped"
     decode_cycles = 5.8
+    stage_cycles = 5.8
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:
@@ -125,16 +127,17 @@ class GroupedInt8(Int8):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        (words,) = self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        return words
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
+    ) -> Callable[[Value], Iterable[Value]]:
         codes = matrix.codes.at(row * self.row_bytes)
         scales = matrix.scales.at(row * self.scale_row_bytes)
         place = scales.at(first // self.unit * SCALE_BYTES[self.scale])
         scale = splat_number(b, place, self.scale)
-        return lambda chunk: scaled_integers(b, vectors, codes.at(chunk * CHUNK), scale)
+        return lambda chunk: [scaled_integers(b, vectors, codes.at(chunk * CHUNK), scale)]
 
     def row_scale(self, b: Builder, matrix: Matrix, rows: int) -> Value | None:
         return None

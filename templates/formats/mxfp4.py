@@ -34,6 +34,7 @@ class Mxfp4(Quantized):
 
     name = "mxfp4"
     decode_cycles = 2.5
+    stage_cycles = 2.5
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = columns // CHUNK

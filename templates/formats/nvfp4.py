@@ -42,7 +42,8 @@ class Nvfp4(Quantized):
     """Whether values are divided by the factor. The sums are then multiplied by 1 / g, rounded to fp32."""
 
     name = "nvfp4"
-    decode_cycles = 3.5
+    decode_cycles = 4.5
+    stage_cycles = 3.5
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

@@ -35,6 +35,7 @@ class Q40(Quantized):
     name = "q4_0"
     halves = (0,)
     decode_cycles = 4.0
+    stage_cycles = 4.0
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}

@@ -13,16 +13,16 @@ fp32, and that to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from expertile.codegen.ir import Builder, Value, f16, f32, i8, i16, i32, vec
+from expertile.codegen.ir import Builder, Value, f16, f32, i8, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Halves, Vectors, Words
 from expertile.templates.formats.base import Matrix
-from expertile.templates.formats.quantized import Floats, Part, Quantized, lookup_16
+from expertile.templates.formats.quantized import Floats, Part, Quantized
 
 _BLOCK, _BYTES = 256, 144
 _SCALES, _CODES = 4, 16
@@ -37,7 +37,9 @@ class Q4K(Quantized):
     halves = (0, 2)
     block = _BLOCK
     unit = _BLOCK // CHUNK
-    decode_cycles = 5.0
+    step = 2
+    decode_cycles = 5.5
+    stage_cycles = 5.0
 
     def code_bytes(self, columns: int) -> int:
         return columns // _BLOCK * _BYTES
@@ -66,23 +68,16 @@ class Q4K(Quantized):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        low, high = self.decoder(b, vectors, matrix, row, chunk)(chunk & -2)
+        return b.select((chunk & 1).eq(0), low, high)
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
+    ) -> Callable[[Value], Iterable[Value]]:
         block = matrix.codes.at(row * self.row_bytes).at((first >> 3) * _BYTES)
         factors = b.buffer(4 * GROUP)
         factors.store(_factors(b, block))
-
-        def decode(chunk: Value) -> Value:
-            run = chunk & 7
-            table = _table(b, factors.at(run * 4))
-            # What is left of a neighbour above the fourth bit does no harm: the table is there twice.
-            codes = _load_codes(b, block, run >> 1) >> b.splat(((run & 1) << 2).to(i16), CHUNK)
-            return lookup_16(b, vectors, table, codes)
-
-        return decode
+        return lambda chunk: _two_runs(b, vectors, block, factors, (chunk & 7) >> 1)
 
     def stage_row(
         self,
@@ -128,14 +123,9 @@ def _two_runs(
     """
     low, high = (_table(b, factors.at(pair * 8 + 4 * i)) for i in (0, 1))
     table = vectors.pack_bf16(b, high, low).bitcast(Halves)
-    codes = _load_codes(b, block, pair)
+    codes = block.at(pair * CHUNK + _CODES).load(vec(i8, CHUNK)).zext(Halves)
     yield vectors.lookup(b, table, codes & 15 | 16).bitcast(Words)
     yield vectors.lookup(b, table, codes >> 4).bitcast(Words)
-
-
-def _load_codes(b: Builder, block: Value, pair: Value | int) -> Value:
-    """The bytes of two runs, as i16 lanes."""
-    return block.at(pair * CHUNK + _CODES).load(vec(i8, CHUNK)).zext(Halves)
 
 
 def _table(b: Builder, factors: Value) -> Value:

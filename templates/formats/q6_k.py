@@ -13,7 +13,7 @@ An element is d·sc·(q − 32), exact in fp32 (11 + 7 + 5 bits at most); it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,8 @@ class Q6K(Quantized):
     halves = (208,)
     block = _BLOCK
     unit = _BLOCK // CHUNK
-    decode_cycles = 6.5
+    decode_cycles = 8.0
+    stage_cycles = 7.0
 
     def code_bytes(self, columns: int) -> int:
         return columns // _BLOCK * _BYTES
@@ -67,14 +68,15 @@ class Q6K(Quantized):
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
-        return self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        (words,) = self.decoder(b, vectors, matrix, row, chunk)(chunk)
+        return words
 
     def decoder(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, first: Value
-    ) -> Callable[[Value], Value]:
+    ) -> Callable[[Value], Iterable[Value]]:
         codes, factors = b.buffer(_BLOCK), b.buffer(4 * GROUP)
         _unpack(b, matrix.codes.at(row * self.row_bytes).at((first >> 3) * _BYTES), codes, factors)
-        return lambda chunk: _words(b, vectors, codes, factors, chunk & 7)
+        return lambda chunk: [_words(b, vectors, codes, factors, chunk & 7)]
 
     def stage_row(
         self,

@@ -35,6 +35,7 @@ class Q8Zero(Quantized):
     name = "q8_0"
     halves = (0,)
     decode_cycles = 6.6
+    stage_cycles = 6.6
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
