@@ -641,7 +641,7 @@ class _Emitter:
         """A k block of 16 rows, to rows `stride` bytes apart."""
         b, format_ = self.b, self.kernel.format
         assert isinstance(format_, ByRows)
-        unit = format_.unit_of(chunks_of(self.kernel.inputs))
+        unit = format_.unit_of(self.isa.chunks(self.kernel.inputs))
         with b.loop(0, GROUP) as row, b.loop(part.first, part.end, unit) as first:
             decode = format_.decoder(b, self.isa.vectors, matrix, row, first)
             with self._chunks(first, unit, format_.step) as chunk:

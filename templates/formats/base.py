@@ -3,7 +3,8 @@
 A matrix of N rows (outputs) by K (inputs) is multiplied in blocks of 16 rows and chunks of 32 k, as bf16.  A format
 says how tensors hold it and how a kernel comes by its rows:
 
-    direct      bf16 rows, loaded as tiles from where they lie
+    direct      rows of what is multiplied, loaded as tiles from where they lie: bf16, or int8 by int8 activations,
+                of which 64 make a chunk
     by rows     any chunk of a row can be had in a register: `words` (quantised formats, see `formats.quantized`)
     otherwise   only blocks of several rows can, as the memory runs across them
 
