@@ -33,12 +33,8 @@ from expertile.templates.formats.nvfp4 import Nvfp4
 SCHEMES = formats.schemes() | {"nvfp4 divides": Nvfp4(divides=True)}
 for group in (32, 64):
     del SCHEMES[f"int8_g{group}"]  # the same code as with 128
-ROUNDED = tuple(name for name, scheme in SCHEMES.items() if scheme.name not in oracle.ROW_SCALED)
-"""Those that round a weight to bf16, or need not: their kernels multiply what `dequantize` says, in bf16."""
-SCALED = tuple(name for name in SCHEMES if name not in ROUNDED)
-"""Those that multiply the sums by a scale."""
-EXACT = (*SCALED, "mxfp8", "mxfp4", "ds_fp4")
-"""Those that round no weight."""
+EXACT = ("int8", "fp8", "nvfp4", "nvfp4 divides", "mxfp8", "mxfp4", "ds_fp4")
+"""Those that round no weight: a scale multiplies the sums, or is a power of two."""
 FEEDS = ("int8", "mxfp4", "fp8_block", "q4_K")
 """One of each kind: a scale of sums, a table, rows that share scales, runs that share a block."""
 COUNTS = (1, 2, 16, 17, 31, 32, 33, 48, 63, 64, 65, 70)
@@ -98,40 +94,24 @@ def _random(scheme: Quantized, shape: Sequence[int], seed: int) -> ExpertWeights
         random = torch.Generator().manual_seed(seed)
         for factor in weights.parts["factor"].tensors:
             factor.copy_(0.5 + 2 * torch.rand(factor.shape, generator=random))
-    if (
-        scheme.name == "q4_K"
-    ):  # codes are 7.5 in the mean: with minima to match, weights are 0, as trained ones are
-        d, minimum = (
-            weights.parts["codes"]
-            .tensors[0]
-            .view(torch.float16)
-            .unflatten(2, (-1, 72))[..., :2]
-            .unbind(-1)
-        )
-        minimum.copy_(7.5 * d)
+    if scheme.name == "q4_K":
+        # Codes are 7.5 in the mean: with minima to match, weights are zero in the mean, as trained ones are.
+        blocks = weights.parts["codes"].tensors[0].view(torch.float16).unflatten(2, (-1, 72))
+        blocks[..., 1] = 7.5 * blocks[..., 0]
     return weights
-
-
-def each_expert(weights: Any, value: oracle.Values) -> Tensor:
-    """`[E, N, K]`."""
-    shape = (weights[0] if isinstance(weights, tuple) else weights).shape
-    return torch.stack([value(weights, expert) for expert in range(shape[0])])
 
 
 def in_bf16(case: oracle.Case) -> oracle.Case:
     """The same layer with plain weights, as they are dequantised and rounded."""
-    named = {"gate_up": case.gate_up, "down": case.down}
-    plain = {
-        name: weights if isinstance(weights, Tensor) else each_expert(weights, _rounded)
-        for name, weights in named.items()
-    }
-    return replace(case, **plain)
+    return replace(case, gate_up=_plain(case.gate_up), down=_plain(case.down))
 
 
-def _rounded(weights: Any, expert: int) -> Tensor:
+def _plain(weights: Any) -> Tensor:
     if isinstance(weights, tuple):
-        return torch.cat([_rounded(half, expert) for half in weights])
-    return weights.dequantize(expert).bfloat16()
+        return torch.cat([_plain(half) for half in weights], 1)
+    if isinstance(weights, Tensor):
+        return weights
+    return torch.stack([weights.dequantize(i).bfloat16() for i in range(weights.shape[0])])
 
 
 def power_of_two_scales(case: oracle.Case) -> None:
@@ -435,7 +415,7 @@ def test_tensors_are_kept_alive() -> None:
 
 # Edge values --------------------------------------------------------------------------------------------------------
 
-MX = {"mxfp4": 32, "ds_fp4": 32, "mxfp8": 32}
+MX = ("mxfp4", "ds_fp4", "mxfp8")
 
 
 @pytest.mark.parametrize("name", MX)
@@ -457,55 +437,56 @@ def test_scale_255_is_nan(isa: str, name: str) -> None:
     oracle.assert_same_bits(actual[~users], expected[~users])
 
 
-def tiny(name: str, codes: int, gate_up: int, down: int, x: float) -> Tensor:
-    """A relu2 layer of H = I = 32 whose weights have one code and a scale byte for each matrix, of one token: fp32."""
-    make = {
-        "mxfp4": lambda c, s: ExpertWeights.from_mxfp4(c[..., :16][:, :, None], s),
-        "ds_fp4": lambda c, s: ExpertWeights.from_ds_fp4(
-            c[..., :16].contiguous().view(torch.int8), s
-        ),
-        "mxfp8": lambda c, s: ExpertWeights.from_mxfp8(c.view(torch.float8_e4m3fn), s),
-    }[name]
-    every = torch.full((1, 32, 32), codes, dtype=torch.uint8)
-    first, second = (
-        make(every, torch.full((1, 32, 1), scale, dtype=torch.uint8)) for scale in (gate_up, down)
+def tiny(name: str, code: int, scale: int, x: float) -> set[float]:
+    """The outputs of a relu2 layer of H = I = 32: gate_up is 1, down has one code byte and one scale byte; fp32."""
+    gate_up, down = (
+        _uniform(name, *of_byte) for of_byte in ((CODES[name]["1"], 127), (code, scale))
     )
-    one = torch.ones(1, 1)
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    return expertile.fused_experts(
-        torch.full((1, 32), x), first, second, ids, one, gate="relu2"
-    )  # fmt: skip
+    token, one, ids = torch.full((1, 32), x), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    return set(
+        expertile.fused_experts(token, gate_up, down, ids, one, gate="relu2").flatten().tolist()
+    )
 
 
-ONE = {"mxfp4": 0x22, "ds_fp4": 0x22, "mxfp8": 0x38}
-"""Bytes of codes worth 1."""
-HALF = {"mxfp4": 0x11, "ds_fp4": 0x11, "mxfp8": 0x30}
-MINUS_ZERO = {"mxfp4": 0x88, "ds_fp4": 0x88, "mxfp8": 0x80}
+def _uniform(name: str, code: int, scale: int) -> ExpertWeights:
+    codes = torch.full((1, 32, 32 if name == "mxfp8" else 16), code, dtype=torch.uint8)
+    scales = torch.full((1, 32, 1), scale, dtype=torch.uint8)
+    if name == "mxfp8":
+        return ExpertWeights.from_mxfp8(codes.view(torch.float8_e4m3fn), scales)
+    if name == "ds_fp4":
+        return ExpertWeights.from_ds_fp4(codes.view(torch.int8), scales)
+    return ExpertWeights.from_mxfp4(codes[:, :, None], scales)
+
+
+_E2M1 = {"1": 0x22, "0.5": 0x11, "2": 0x44, "-0": 0x88}
+CODES = {
+    "mxfp4": _E2M1,
+    "ds_fp4": _E2M1,
+    "mxfp8": {"1": 0x38, "0.5": 0x30, "2": 0x40, "-0": 0x80},
+}
+"""Bytes of codes by what they are worth."""
 
 
 @pytest.mark.parametrize("name", MX)
 def test_below_and_above_the_numbers_of_bf16(isa: str, name: str) -> None:
     """Weights below 2⁻¹²⁶ are zero: h = 2¹⁰⁰ would make them numbers again. From 2¹²⁸ on they are infinite."""
 
-    def outputs(codes: int, down: int, x: float) -> set[float]:
-        return set(tiny(name, codes, 127, down, x).flatten().tolist())
-
-    huge = 2.0**45  # h = (32 · 2^45)²
-    assert outputs(ONE[name], 1, huge) == {2.0 ** (100 + 5 - 126)}
-    assert outputs(ONE[name], 0, huge) == {0}
-    assert outputs(HALF[name], 1, 2 * huge) == {0}
-    assert outputs(HALF[name], 2, 2 * huge) == {2.0 ** (100 + 5 - 126)}
-    top = {"mxfp4": 0x44, "ds_fp4": 0x44, "mxfp8": 0x40}[name]  # 2
-    least = 2.0**-50  # h = (2 · 32 · 2^-50)²
-    assert outputs(top, 253, least) == {2.0 ** (-88 + 5 + 127)}
-    assert outputs(top, 254, least) == {math.inf}
+    codes = CODES[name]
+    huge = 2.0**45  # h = (32 · 2⁴⁵)²
+    assert tiny(name, codes["1"], 1, huge) == {2.0 ** (100 + 5 - 126)}
+    assert tiny(name, codes["1"], 0, huge) == {0}
+    assert tiny(name, codes["0.5"], 1, huge) == {0}
+    assert tiny(name, codes["0.5"], 2, huge) == {2.0 ** (100 + 5 - 126)}
+    small = 2.0**-49  # h = (32 · 2⁻⁴⁹)²
+    assert tiny(name, codes["2"], 253, small) == {2.0 ** (-88 + 5 + 127)}
+    assert tiny(name, codes["2"], 254, small) == {math.inf}
 
 
 @pytest.mark.parametrize("name", MX)
 def test_minus_zero(name: str) -> None:
     """Is a zero, whatever it is multiplied by that is finite."""
-    assert not tiny(name, MINUS_ZERO[name], 127, 127, 1.0).any()
-    assert not tiny(name, MINUS_ZERO[name], 127, 254, -3e38).any()
+    for scale, x in ((127, 1.0), (254, 2.0**58), (0, -1.0)):
+        assert tiny(name, CODES[name]["-0"], scale, x) == {0}
 
 
 def test_infinite_scales_of_rows() -> None:
