@@ -62,11 +62,16 @@ def candidates(kernel: ExpertKernel) -> tuple[Variant, ...]:
 
 def _offered(kernel: ExpertKernel) -> list[Variant]:
     """What the ISA offers, fitted to the kernel."""
+    return [_fitting(kernel, variant) for variant in _all_offered(kernel)]
+
+
+def _all_offered(kernel: ExpertKernel) -> list[Variant]:
+    """What the ISA offers for such a format."""
     isa, format_ = isas.by_name(kernel.isa), kernel.format
     decoded = isinstance(format_, ByRows) and not format_.direct
     offered = (isa.decoding if decoded else isa.variants)(kernel.tokens, kernel.matrices)
     unit = isa.chunk * (format_.unit if isinstance(format_, ByRows) else 1)
-    return [_fitting(kernel, variant) for variant in offered if variant.k_block % unit == 0]
+    return [variant for variant in offered if variant.k_block % unit == 0]
 
 
 def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:
@@ -92,9 +97,10 @@ def most_scratch(kernel: ExpertKernel) -> int:
     variants = {
         variant
         for tokens in range(1, isa.block_tokens + 1)
-        for variant in _offered(replace(kernel, tokens=tokens))
+        for variant in _all_offered(replace(kernel, tokens=tokens))
     }
-    return max(replace(full, variant=variant).scratch_bytes for variant in variants)
+    fitting = {_fitting(kernel, variant) for variant in variants}
+    return max(replace(full, variant=variant).scratch_bytes for variant in fitting)
 
 
 # The best ---------------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_tile_instructions_are_highlighted() -> None:
         ("down:h=64,i=64,m=33", "m: expected a number from 1 to 32, got '33'"),
         (
             "down:h=64,i=64,gate=silu",
-            "down: expected h, i, m, b, bias, transposed, weights, variant, got 'gate=silu'",
+            "down: expected h, i, m, b, bias, transposed, weights, activations, variant, got 'gate=silu'",
         ),
         ("gate_up:h=64,i=64,gate=tanh", "gate: expected one of silu, gelu,"),
         ("gate_up:h=64,i=64,bias=fp8", "bias: expected one of none, bf16, f32, got 'fp8'"),
