@@ -23,6 +23,7 @@ from expertile.runtime.layer import calls
 from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.spec import ExpertSpec
 from expertile.runtime.weights import ExpertWeights
+from expertile.templates import formats as _formats
 from expertile.templates.gates import Gate
 from expertile.templates.gates.silu_clamp import SiluClamp as silu_clamp
 from expertile.templates.gates.swiglu_oai import SwigluOai as swiglu_oai
@@ -39,6 +40,7 @@ __all__ = [
     "Layer",
     "calls",
     "compile",
+    "formats",
     "fused_experts",
     "silu_clamp",
     "swiglu_oai",
@@ -86,6 +88,11 @@ def fused_experts(
         gate_up, down, gate_up_bias, down_bias, gate, interleaved, transposed, activations
     )
     return _operator.fused_experts(x, weights, topk_ids, topk_weights)
+
+
+def formats() -> tuple[str, ...]:
+    """The names of the weight formats that a spec can have, beside "bf16"."""
+    return _formats.names()
 
 
 class Kernels:
