@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertile.codegen.ir import Builder, Value
-from expertile.codegen.layouts import CHUNK, GROUP
+from expertile.codegen.layouts import GROUP
 from expertile.codegen.vectors import Vectors, Words
 from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.blocks import Blocks
 from expertile.templates.formats.quantized import (
     INT4,
-    Part,
-    Quantized,
     nibbles,
     numbers,
 )
@@ -29,32 +28,19 @@ _BYTES, _CODES = 18, 2
 
 
 @dataclass(frozen=True)
-class Q40(Quantized):
+class Q40(Blocks):
     """Blocks of 32, the scale in them."""
 
     name = "q4_0"
     halves = (0,)
+    block_bytes = _BYTES
     decode_cycles = 4.0
     stage_cycles = 4.0
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
-
-    def code_bytes(self, columns: int) -> int:
-        return columns // CHUNK * _BYTES
-
-    def values(
-        self,
-        columns: int,
-        codes: np.ndarray,
-        scales: np.ndarray | None = None,
-        factor: np.ndarray | None = None,
-    ) -> np.ndarray:
-        blocks = codes.reshape(-1, columns // CHUNK, _BYTES)
+    def block_values(self, blocks: np.ndarray) -> np.ndarray:
         d, packed = numbers(blocks[..., :_CODES], "float16"), blocks[..., _CODES:]
         q = np.concatenate([packed & 15, packed >> 4], axis=-1)
-        with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
-            return (np.array(INT4)[q] * d).reshape(-1, columns)
+        return np.array(INT4)[q] * d
 
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value

@@ -22,7 +22,8 @@ from expertile.codegen.ir import Builder, Value, f16, f32, i8, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Halves, Vectors, Words
 from expertile.templates.formats.base import Matrix
-from expertile.templates.formats.quantized import Floats, Part, Quantized
+from expertile.templates.formats.blocks import Blocks
+from expertile.templates.formats.quantized import Floats
 
 _BLOCK, _BYTES = 256, 144
 _SCALES, _CODES = 4, 16
@@ -30,40 +31,27 @@ _SCALES, _CODES = 4, 16
 
 
 @dataclass(frozen=True)
-class Q4K(Quantized):
+class Q4K(Blocks):
     """Blocks of 256, scales and minima in them."""
 
     name = "q4_K"
     halves = (0, 2)
+    block_bytes = _BYTES
     block = _BLOCK
     unit = _BLOCK // CHUNK
     step = 2
     decode_cycles = 5.5
     stage_cycles = 5.0
 
-    def code_bytes(self, columns: int) -> int:
-        return columns // _BLOCK * _BYTES
-
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
-
-    def values(
-        self,
-        columns: int,
-        codes: np.ndarray,
-        scales: np.ndarray | None = None,
-        factor: np.ndarray | None = None,
-    ) -> np.ndarray:
-        blocks = np.ascontiguousarray(codes).reshape(len(codes), columns // _BLOCK, _BYTES)
+    def block_values(self, blocks: np.ndarray) -> np.ndarray:
         d, dmin = np.moveaxis(blocks[..., :_SCALES].view(np.float16).astype(np.float64), -1, 0)
         low, high, last = np.split(blocks[..., _SCALES:_CODES], 3, axis=-1)
         sc = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=-1)
         m = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=-1)
         pairs = blocks[..., _CODES:].reshape(*blocks.shape[:2], 4, 1, CHUNK)
         q = np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:2], 8, CHUNK)
-        with np.errstate(invalid="ignore"):  # 0 · ∞ and ∞ − ∞ are NaN, as in a kernel
-            scale, minimum = d[..., None] * sc, dmin[..., None] * m
-            return (scale[..., None] * q - minimum[..., None]).reshape(len(codes), columns)
+        scale, minimum = d[..., None] * sc, dmin[..., None] * m
+        return scale[..., None] * q - minimum[..., None]
 
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value

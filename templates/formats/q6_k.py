@@ -22,7 +22,8 @@ from expertile.codegen.ir import Builder, Value, f32, i8, i16, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Halves, Vectors
 from expertile.templates.formats.base import Matrix
-from expertile.templates.formats.quantized import Floats, Part, Quantized, load_number
+from expertile.templates.formats.blocks import Blocks
+from expertile.templates.formats.quantized import Floats, load_number
 
 _BLOCK, _BYTES = 256, 210
 _HIGH, _SCALES, _FACTOR = 128, 192, 208
@@ -30,30 +31,18 @@ _HIGH, _SCALES, _FACTOR = 128, 192, 208
 
 
 @dataclass(frozen=True)
-class Q6K(Quantized):
+class Q6K(Blocks):
     """Blocks of 256, scales in them."""
 
     name = "q6_K"
     halves = (208,)
+    block_bytes = _BYTES
     block = _BLOCK
     unit = _BLOCK // CHUNK
     decode_cycles = 8.0
     stage_cycles = 7.0
 
-    def code_bytes(self, columns: int) -> int:
-        return columns // _BLOCK * _BYTES
-
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
-
-    def values(
-        self,
-        columns: int,
-        codes: np.ndarray,
-        scales: np.ndarray | None = None,
-        factor: np.ndarray | None = None,
-    ) -> np.ndarray:
-        blocks = np.ascontiguousarray(codes).reshape(len(codes), columns // _BLOCK, _BYTES)
+    def block_values(self, blocks: np.ndarray) -> np.ndarray:
         halves = (*blocks.shape[:2], 2)
         low = blocks[..., :_HIGH].reshape(*halves, 2, CHUNK)
         low = np.concatenate([low & 15, low >> 4], axis=-2)
@@ -62,8 +51,7 @@ class Q6K(Quantized):
         q = (low | high << 4).reshape(*blocks.shape[:2], 16, GROUP).astype(np.int64) - 32
         sc = blocks[..., _SCALES:_FACTOR].view(np.int8)
         d = blocks[..., _FACTOR:].view(np.float16).astype(np.float64)
-        with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
-            return ((d * sc)[..., None] * q).reshape(len(codes), columns)
+        return (d * sc)[..., None] * q
 
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value

@@ -16,8 +16,9 @@ from expertile.codegen.ir import Builder, Value
 from expertile.codegen.layouts import CHUNK
 from expertile.codegen.vectors import Vectors
 from expertile.templates.formats.base import Matrix
+from expertile.templates.formats.blocks import Blocks
 from expertile.templates.formats.int8 import scaled_integers
-from expertile.templates.formats.quantized import Part, Quantized, numbers, splat_number
+from expertile.templates.formats.quantized import numbers, splat_number
 
 _CODES = 2
 """Where the codes are in a block."""
@@ -25,7 +26,7 @@ _BYTES = _CODES + CHUNK
 
 
 @dataclass(frozen=True)
-class Q8Zero(Quantized):
+class Q8Zero(Blocks):
     """Blocks of 32, scales in them.
 
     A weight is q · d, exact in fp32 and rounded to bf16: it is off by up to 2⁻⁸ of itself (products in a layer by less
@@ -34,26 +35,12 @@ class Q8Zero(Quantized):
 
     name = "q8_0"
     halves = (0,)
+    block_bytes = _BYTES
     decode_cycles = 6.6
     stage_cycles = 6.6
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}
-
-    def code_bytes(self, columns: int) -> int:
-        return columns // CHUNK * _BYTES
-
-    def values(
-        self,
-        columns: int,
-        codes: np.ndarray,
-        scales: np.ndarray | None = None,
-        factor: np.ndarray | None = None,
-    ) -> np.ndarray:
-        blocks = np.ascontiguousarray(codes).reshape(len(codes), columns // CHUNK, _BYTES)
-        with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
-            values = numbers(blocks[..., :_CODES], "float16") * blocks[..., _CODES:].view(np.int8)
-        return values.reshape(len(codes), columns)
+    def block_values(self, blocks: np.ndarray) -> np.ndarray:
+        return numbers(blocks[..., :_CODES], "float16") * blocks[..., _CODES:].view(np.int8)
 
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
