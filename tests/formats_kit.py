@@ -51,7 +51,8 @@ def decode(
     contiguously.  Fails if `words` and `decoder` differ.
     """
     laid_out = format_ if format_.row_bytes else format_.laid_out(columns)
-    run = _kernel(laid_out, vectors, rows % GROUP)
+    unit = laid_out.unit_of(columns // CHUNK)
+    run = _kernel(laid_out, vectors, unit, rows % GROUP)
     results = []
     for at_end in (True, False):
         words, decoded = (np.full((rows, columns), gap, np.uint16) for gap in (0x1234, 0x4321))
@@ -124,8 +125,11 @@ def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
         )
 
 
-def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
-    """The kernel behind :func:`decode`, for a number of rows that leaves `rest` when divided by 16."""
+def kernel_ir(format_: Quantized, vectors: Vectors, unit: int, rest: int) -> str:
+    """The kernel behind :func:`decode`, for a number of rows that leaves `rest` when divided by 16.
+
+    unit: chunks that are decoded together.
+    """
     module = Module("decode")
     pointers = dict.fromkeys(("codes", "scales", "factor", "words", "decoded", "factors"), ptr)
     with module.function("decode", pointers | {"rows": i64, "chunks": i64}) as (b, arg):
@@ -138,9 +142,9 @@ def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
                 with b.loop(0, arg.chunks) as chunk:
                     words = format_.words(b, vectors, block, row, chunk)
                     arg.words.at(offset + chunk * (2 * CHUNK)).store(words)
-                with b.loop(0, arg.chunks, format_.unit) as start:
-                    decode = format_.decoder(b, vectors, block, row, start)
-                    with b.loop(start, start + format_.unit, format_.step) as chunk:
+                with b.loop(0, arg.chunks, unit) as start:
+                    [decode] = format_.decoders(b, vectors, block, [row], start)
+                    with b.loop(start, start + unit, format_.step) as chunk:
                         for place, words in enumerate(decode(chunk)):
                             arg.decoded.at(offset + (chunk + place) * (2 * CHUNK)).store(words)
         for start, end, count in ((0, full, GROUP), (full, arg.rows, rest)):
@@ -155,8 +159,8 @@ def kernel_ir(format_: Quantized, vectors: Vectors, rest: int = 0) -> str:
 
 
 @cache
-def _kernel(format_: Quantized, vectors: Vectors, rest: int) -> Callable[..., None]:
-    compiled = compile_ir("decode", kernel_ir(format_, vectors, rest), Target.host())
+def _kernel(format_: Quantized, vectors: Vectors, unit: int, rest: int) -> Callable[..., None]:
+    compiled = compile_ir("decode", kernel_ir(format_, vectors, unit, rest), Target.host())
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 2)
     return prototype(compiled.address)
 
