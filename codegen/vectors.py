@@ -15,7 +15,6 @@ from expertile.codegen import cpu
 from expertile.codegen.ir import Builder, Value, bf16, element_bytes, f32, i8, i16, i32, i64, vec
 from expertile.codegen.layouts import round_to_bf16
 
-Bytes = vec(i8, 64)
 Halves = vec(i16, 32)
 Words = vec(i32, 16)
 Floats = vec(f32, 16)

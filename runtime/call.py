@@ -62,9 +62,7 @@ OK, BAD_ID, MISSING_KERNELS = 0, 1, 2
 
 COUNTER_STRIDE = 64
 COUNTERS = 4
-EXPERT_BYTES = (
-    128  # expert, tokens, first sorted position, unused; then the records of its matrices
-)
+EXPERT_BYTES = 128  # expert, tokens, first sorted position, unused; from MATRICES on the records
 MATRICES = 32
 GROUP_BYTES = 16  # first sorted position, tokens
 ITEM_BYTES = 24  # index among the active experts, first row, end row

@@ -460,9 +460,8 @@ def _first_down(b: Builder, f: SimpleNamespace) -> list[Value]:
     matrix = _expert(f, b.const(i64, 0)).down.at(MATRIX["codes"]).load(ptr)
     first = matrix.at(f.first_down * f.down_rows * f.down_row)
     records = [b.buffer(MATRIX_BYTES) for _ in range(2)]
-    for number, record in enumerate(
-        records
-    ):  # two parts of what a row block of gate and up is long
+    # Two parts of what a row block of gate and up is long.
+    for number, record in enumerate(records):
         record.at(MATRIX["codes"]).store(first.at(f.gate_up_row * (GROUP * number)))
     return records
 

@@ -244,13 +244,6 @@ def round_values(values: np.ndarray) -> np.ndarray:
     return np.where(bits & 0x7F800000, rounded, bits >> 16 & 0x8000).astype(np.uint16)
 
 
-def unpack_floats(b: Builder, words: Value) -> tuple[Value, Value]:
-    """32 bf16 (an i16 vector) as two fp32 vectors, in order."""
-    halves = [words.shuffle(range(first, first + GROUP)) for first in (0, GROUP)]
-    low, high = ((half.zext(vec(i32, GROUP)) << 16).bitcast(Floats) for half in halves)
-    return low, high
-
-
 def nibbles(b: Builder, address: Value, order: Callable[[int], tuple[int, bool]]) -> Value:
     """32 codes of 4 bits from the 16 bytes at `address`: an i16 vector with **more than the code** in its high bits.
 
@@ -261,12 +254,6 @@ def nibbles(b: Builder, address: Value, order: Callable[[int], tuple[int, bool]]
     places = [order(k) for k in range(CHUNK)]
     spread = pairs.shuffle([byte // 2 for byte, _ in places])
     return spread >> b.const(vec(i16, CHUNK), [byte % 2 * 8 + high * 4 for byte, high in places])
-
-
-def lookup_16(b: Builder, vectors: Vectors, table: Value, index: Value) -> Value:
-    """16 words of bf16 pairs: each code's entry in a table of 16 fp32 numbers, rounded to bf16."""
-    both = vectors.pack_bf16(b, table, table).bitcast(vec(i16, CHUNK))
-    return vectors.lookup(b, both, index).bitcast(vec(i32, GROUP))
 
 
 def split_nibbles(codes: np.ndarray) -> np.ndarray:
