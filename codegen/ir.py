@@ -19,9 +19,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from llvmlite import ir as L
 
@@ -237,6 +238,7 @@ class Value:
         return self.b.wrap(self.b.llvm.gep(self.ir, [raw], source_etype=i8))
 
     def load(self, type_: L.Type, align: int | None = None) -> Value:
+        self.b.reads(self, _bytes(type_))
         align = align or element_bytes(type_)
         return self.b.wrap(self.b.llvm.load(self.ir, typ=type_, align=align))
 
@@ -246,6 +248,7 @@ class Value:
     def load_masked(self, type_: L.Type, lanes: Value | int) -> Value:
         """The first `lanes` elements (a number, or a mask of i1); the rest reads as zero and touches no memory."""
         mask = self.b.mask(lanes, type_.count)
+        self.b.reads(self, element_bytes(type_), mask=mask)
         zero = L.Constant(type_, None)
         name = f"llvm.masked.load.{_mangle(type_)}.p0"
         align = L.Constant(i32, element_bytes(type_))
@@ -285,12 +288,24 @@ class Var:
         self.set(now.at(value) if self.type == ptr else now + value)
 
 
+class Tracer(Protocol):
+    """Whoever wants to know what the code reads: see `codegen.tracing`."""
+
+    def note(self, b: Builder, address: Value, size: Value, rows: int, stride: int) -> None:
+        """Emit what takes note, where the code runs, of `rows` reads of `size` (i64) bytes, `stride` bytes apart."""
+
+
+tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
+"""Who is told of all reads in the code that is being written."""
+
+
 class Builder:
     """Emits instructions into one function."""
 
     def __init__(self, module: L.Module, function: L.Function) -> None:
         self.module = module
         self.function = function
+        self._tracer = tracer.get()
         self._entry = L.IRBuilder(function.append_basic_block("entry"))
         self.llvm = L.IRBuilder(function.append_basic_block("body"))
         self._body = self.llvm.block
@@ -353,6 +368,31 @@ class Builder:
         index = self.const(vec(i32, count), list(range(count)))
         return index < self.splat(lanes.to(i32), count)
 
+    # Reads -----------------------------------------------------------------------------------------------------
+
+    def reads(
+        self,
+        address: Value,
+        size: int,
+        *,
+        mask: Value | None = None,
+        rows: int = 1,
+        stride: int = 0,
+    ) -> None:
+        """Say that the next instruction reads memory. Loads say so themselves; a tile ISA must, of its own.
+
+        `rows` times `size` bytes, `stride` bytes apart; or `size` bytes for each lane that is on in `mask`, which are
+        the first ones.
+        """
+        told, self._tracer = self._tracer, None  # it reads itself
+        if told is not None:
+            count = self.const(i64, size)
+            if mask is not None:
+                bits = mask.bitcast(L.IntType(mask.lanes))
+                count = self.unary("ctpop", bits).zext(i64) * size
+            told.note(self, address, count, rows, stride)
+        self._tracer = told
+
     # Calls -----------------------------------------------------------------------------------------------------
 
     def call(self, name: str, returns: L.Type, args: Sequence[Any]) -> Value:
@@ -379,6 +419,9 @@ class Builder:
 
     def to_ptr(self, address: Value) -> Value:
         return self.wrap(self.llvm.inttoptr(address.ir, ptr))
+
+    def to_int(self, address: Value) -> Value:
+        return self.wrap(self.llvm.ptrtoint(address.ir, i64))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a·b + c rounded once (needs a CPU with FMA: elsewhere LLVM would call libm, which is refused)."""
@@ -529,6 +572,12 @@ class Module:
 
     def __str__(self) -> str:
         return str(self._module)
+
+
+def _bytes(type_: L.Type) -> int:
+    """Of a scalar or of a whole vector."""
+    lanes = type_.count if isinstance(type_, L.VectorType) else 1
+    return int(lanes * element_bytes(type_))
 
 
 def _bits(type_: L.Type) -> int:

@@ -98,8 +98,9 @@ def formats() -> tuple[str, ...]:
 class Kernels:
     """The kernels of a spec: made by :func:`compile`."""
 
-    def __init__(self, spec: ExpertSpec) -> None:
+    def __init__(self, spec: ExpertSpec, rows: tuple[int, ...] | None = ()) -> None:
         self.spec = spec
+        self._rows = rows
 
     def bind(
         self,
@@ -111,6 +112,7 @@ class Kernels:
     ) -> Layer:
         """A callable `layer(x, topk_ids, topk_weights)` over these weights, which are checked now.
 
+        On a machine of several memory nodes this also finds out where their pages are, and compiles for that.
         The tensors are held, not their addresses: in-place changes and a replaced `.data` are seen by the next call.
         Raises ArgumentError or DtypeError where they don't fit the spec.
         """
@@ -119,13 +121,15 @@ class Kernels:
             gate_up, down, gate_up_bias, down_bias,
             spec.gate, spec.interleaved, spec.transposed, spec.activations,
         )  # fmt: skip
-        found = _layer.prepare(weights, spec.top_k).spec
+        kernels = _layer.prepare(weights, spec.top_k)
+        found = kernels.spec
         for name in (
             "hidden", "intermediate", "experts", "weights", "down_weights", "gate_up_bias", "down_bias",
         ):  # fmt: skip
             expected, got = spec.resolved(name), found.resolved(name)
             if expected != got:
                 raise ArgumentError(f"{name}: the spec says {expected!r}, the tensors say {got!r}")
+        _layer.plan_ahead(kernels, weights, self._rows)
         return Layer(weights)
 
 
@@ -136,5 +140,6 @@ def compile(spec: ExpertSpec, rows: Iterable[int] | None = None) -> Kernels:
 
     Raises ArgumentError for numbers of tokens below 1.
     """
+    rows = rows if rows is None else tuple(rows)
     _spec.contiguous(spec).compile(rows)
-    return Kernels(spec)
+    return Kernels(spec, rows)

@@ -27,7 +27,7 @@ from expertile.runtime.choice import Size
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.tuning import Result
 from expertile.templates import formats
-from expertile.templates.expert import ExpertKernel
+from expertile.templates.kernel import ExpertKernel
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from expertile.codegen.ir import Builder, L, Value, i64, ptr
-from expertile.templates.expert import MATRIX
+from expertile.templates.kernel import MATRIX
 
 ROLES = ("gate", "up", "down")
 WEIGHTS = tuple(f"{role}_{part}" for role in ROLES for part in MATRIX)
@@ -49,7 +49,31 @@ INTEGERS = (
 FIELDS = POINTERS + INTEGERS
 PROFILE = ("clock", "stamps")
 """Behind the fields, for the profiled driver: the addresses of clock_gettime and of its notes (slots of zeros)."""
-OFFSETS = {name: 8 * index for index, name in enumerate(FIELDS + PROFILE)}
+NUMA_ROLES = ("gate_up", "down")
+NUMA_TABLES = ("position", "block_first", "items", "cells", "entries", "ranges")
+NUMA_PLAN = (
+    # of each role: see `numa.segments.Tables`; items are the first blocks of work items, and where they end
+    *(f"{role}_{table}" for role in NUMA_ROLES for table in NUMA_TABLES),
+    # parts of each row i32[phase][I]; the phase of each expert's matrices
+    "gate_up_parts", "gate_phase", "up_phase", "down_phase",
+    # the group of each thread, the CPUs of each group as bit masks, 16 numbers in order
+    "thread_group", "group_cpus", "identity",
+)  # fmt: skip
+NUMA_INTEGERS = (
+    "node_groups",
+    # parts of a row at most, and matrices of the gate/up pass
+    "most_parts", "projections",
+    # blocks and work items of each role
+    *(f"{role}_{count}" for role in NUMA_ROLES for count in ("blocks", "item_count")),
+    # bytes of a mask of CPUs
+    "cpus_bytes",
+    # addresses of the C library's functions, without which threads stay where they are, and of kernels
+    "get_affinity", "set_affinity", "activate", "pack", "combine",
+)  # fmt: skip
+NUMA_SCRATCH = ("order", "partials", "hidden_rows", "node_sums", "saved_cpus")
+NUMA = NUMA_PLAN + NUMA_INTEGERS + NUMA_SCRATCH
+"""Behind these, for the driver of several memory nodes."""
+OFFSETS = {name: 8 * index for index, name in enumerate(FIELDS + PROFILE + NUMA)}
 
 PASSES = ("gather", "gate_up", "down")
 SLOT = ("begin", "end", "items", "rows")
@@ -64,7 +88,7 @@ COUNTER_STRIDE = 64
 COUNTERS = 4
 EXPERT_BYTES = 128  # expert, tokens, first sorted position, unused; from MATRICES on the records
 MATRICES = 32
-GROUP_BYTES = 16  # first sorted position, tokens
+GROUP_BYTES = 24  # first sorted position, tokens, index among the active experts
 ITEM_BYTES = 24  # index among the active experts, first row, end row
 
 BUCKETS = (1, 2, 4, 8)
@@ -90,4 +114,4 @@ def field(record: Value, name: str) -> Value:
 
 
 def _type(name: str) -> L.Type:
-    return ptr if name in POINTERS else i64
+    return ptr if name in (*POINTERS, *NUMA_PLAN, *NUMA_SCRATCH) else i64

@@ -24,8 +24,8 @@ from expertile.codegen.cache import default_cache
 from expertile.codegen.isa import TilePlan, Variant
 from expertile.codegen.layouts import GROUP, groups_of
 from expertile.runtime.caches import caches
-from expertile.templates.expert import ExpertKernel
 from expertile.templates.formats.base import ByRows
+from expertile.templates.kernel import ExpertKernel
 
 Kernel = TypeVar("Kernel", bound=ExpertKernel)
 Size = tuple[int, int]
@@ -71,7 +71,7 @@ def _all_offered(kernel: ExpertKernel) -> list[Variant]:
     decoded = isinstance(format_, ByRows) and not format_.direct
     offered = (isa.decoding if decoded else isa.variants)(kernel.tokens, kernel.matrices)
     unit = isa.chunk * (format_.unit if isinstance(format_, ByRows) else 1)
-    return [variant for variant in offered if variant.k_block % unit == 0]
+    return [variant for variant in offered if variant.k_block % unit == 0 and kernel.takes(variant)]
 
 
 def _fitting(kernel: ExpertKernel, variant: Variant) -> Variant:

@@ -41,7 +41,7 @@ from expertile.codegen.ir import (
 from expertile.codegen.layouts import GROUP
 from expertile.runtime import call
 from expertile.runtime.call import field, read
-from expertile.templates.expert import LAUNCH_BLOCKS, MATRIX, MATRIX_BYTES
+from expertile.templates.kernel import LAUNCH_BLOCKS, MATRIX, MATRIX_BYTES
 
 _PARALLEL_FROM = 1 << 16
 """Weight elements a pass from which waking the other threads pays."""
@@ -73,11 +73,11 @@ def driver_ir(profiled: bool = False) -> str:
     with module.function("body", {"record": ptr}, private=True) as (b, arg):
         _body(b, arg.record, profiled)
     with module.function("driver", {"record": ptr}, returns=i64) as (b, arg):
-        _Serial(b, arg.record).emit()
+        Serial(b, arg.record).emit()
     return str(module)
 
 
-class _Serial:
+class Serial:
     """What happens on the calling thread before the threads start."""
 
     def __init__(self, b: Builder, record: Value) -> None:
@@ -96,11 +96,15 @@ class _Serial:
         with b.if_(lacking > 0):
             b.ret(call.MISSING_KERNELS)
         self._sort()
-        work = self._divide()
-        for counter in range(call.COUNTERS):
-            f.counters.at(call.COUNTER_STRIDE * counter).store(b.const(i64, 0))
+        work = self.divide()
+        with b.loop(0, self.counters()) as counter:
+            f.counters.at(counter * call.COUNTER_STRIDE).store(b.const(i64, 0))
         self._run(work)
         b.ret(call.OK)
+
+    def counters(self) -> Value | int:
+        """How many counters the passes have."""
+        return call.COUNTERS
 
     def _id(self, token: Value, slot: Value) -> Value:
         b, f = self.b, self.f
@@ -162,10 +166,11 @@ class _Serial:
                     group = f.groups.at(groups.get() * call.GROUP_BYTES)
                     group.store(position.get() + first)
                     group.at(8).store(b.min(tokens - first, GROUP))
+                    group.at(16).store(active.get() - 1)
                     groups.add(1)
-                full, rest = _split(b, f, tokens)
+                full, rest = split_blocks(b, f, tokens)
                 with b.loop(0, full, LAUNCH_BLOCKS) as done:
-                    self._need(_full_slot(b, f, b.min(full - done, LAUNCH_BLOCKS)), lacking)
+                    self._need(full_slot(b, f, b.min(full - done, LAUNCH_BLOCKS)), lacking)
                 with b.if_(rest > 0):
                     self._need(rest - 1, lacking)
                 slot.store(position.get())
@@ -206,7 +211,7 @@ class _Serial:
                 f.token.at(position * 4).store(token.to(i32))
                 f.sorted_router.at(position * 4).store(self._router(token, slot))
 
-    def _divide(self) -> Value:
+    def divide(self) -> Value:
         """The gate/up items and the columns of a down item; returns the weight elements of a pass."""
         b, f = self.b, self.f
         active = field(self.record, "active").load(i64)
@@ -226,14 +231,14 @@ class _Serial:
         b, f = self.b, self.f
         work, most, items = (b.var(i64, 0) for _ in range(3))
         with b.loop(0, active) as index:
-            tokens = _expert(f, index).tokens
+            tokens = expert_at(f, index).tokens
             work.add(f.intermediate * (tokens + f.corner))
             most.set(b.max(most.get(), tokens))
         share = work.get() // (f.threads * _ITEMS)
         with b.loop(0, 32) as step:
             size = 31 - step  # experts with 2^size tokens or more, up to twice as many
             with b.if_(most.get() >> size > 0), b.loop(0, active) as index:
-                tokens = _expert(f, index).tokens
+                tokens = expert_at(f, index).tokens
                 with b.if_((tokens >> size).eq(1)):
                     rows = _round_up(b, share // (tokens + f.corner), f.row_unit)
                     rows = b.min(rows, _MOST_GATE_UP_ROWS)
@@ -261,7 +266,7 @@ def _round_up(b: Builder, value: Value, unit: Value) -> Value:
     return b.max((value + (unit - 1)) // unit * unit, unit)
 
 
-class _Hooks:
+class Hooks:
     """Where the profiled driver takes notes of a thread's passes; in the plain driver they emit nothing."""
 
     def time(self, number: int, name: str) -> None:
@@ -274,7 +279,7 @@ class _Hooks:
         """Count the weight rows of an item: those from `first` to `end` of a number of experts."""
 
 
-class _Notes(_Hooks):
+class _Notes(Hooks):
     """A thread's notes, in slots of its own: see call.SLOT."""
 
     def __init__(self, b: Builder, record: Value, thread: Value) -> None:
@@ -303,12 +308,12 @@ class _Notes(_Hooks):
         return self._slots.at(number * call.SLOT_BYTES + 8 * call.SLOT.index(name))
 
 
-def _split(b: Builder, f: SimpleNamespace, tokens: Value) -> tuple[Value, Value]:
+def split_blocks(b: Builder, f: SimpleNamespace, tokens: Value) -> tuple[Value, Value]:
     """Full token blocks, and the tokens left."""
     return tokens >> f.block_shift, tokens & (f.block - 1)
 
 
-def _full_slot(b: Builder, f: SimpleNamespace, blocks: Value) -> Value:
+def full_slot(b: Builder, f: SimpleNamespace, blocks: Value) -> Value:
     """The place in a kernel table for a call of so many full blocks."""
     slot = f.block - 1
     for least in call.BUCKETS[1:]:
@@ -323,74 +328,74 @@ def _body(b: Builder, record: Value, profiled: bool) -> None:
     thread = b.var(i64, 0)
     with b.if_(f.threads > 1):
         thread.set(b.call_address(f.thread_number, i32, []).to(i64))
-    f.hooks = _Notes(b, record, thread.get()) if profiled else _Hooks()
+    f.hooks = _Notes(b, record, thread.get()) if profiled else Hooks()
     f.scratch = f.thread_scratch.at(thread.get() * f.thread_scratch_bytes)
-    _gather(b, f)
-    _barrier(b, f)
+    gather(b, f)
+    barrier(b, f)
     # So early that the end of gate/up can ask for its weights.
-    f.first_down = _take(b, f, 2)
+    f.first_down = take(b, f, 2)
     _gate_up(b, f)
-    _barrier(b, f)
+    barrier(b, f)
     with b.if_(f.requantize.ne(0)):
         _requantize(b, f)
-        _barrier(b, f)
+        barrier(b, f)
     _down(b, f)
 
 
-def _barrier(b: Builder, f: SimpleNamespace) -> None:
+def barrier(b: Builder, f: SimpleNamespace) -> None:
     with b.if_(f.threads > 1):
         b.call_address(f.barrier, void, [])
 
 
-def _take(b: Builder, f: SimpleNamespace, counter: int) -> Value:
+def take(b: Builder, f: SimpleNamespace, counter: int | Value) -> Value:
     """Get hold of an item."""
-    return b.atomic_add(f.counters.at(call.COUNTER_STRIDE * counter), 1)
+    return b.atomic_add(f.counters.at(counter * call.COUNTER_STRIDE), 1)
 
 
 @contextmanager
-def _items(
-    b: Builder, f: SimpleNamespace, counter: int, count: Value, first: Value | None = None
+def each_item(
+    b: Builder, f: SimpleNamespace, counter: int | Value, count: Value, first: Value | None = None
 ) -> Iterator[tuple[Value, Value]]:
     """A loop over the work items this thread gets hold of, each with the next one (`count` or more: there is none)."""
     f.hooks.time(counter, "begin")
-    item = b.var(i64, _take(b, f, counter) if first is None else first)
+    item = b.var(i64, take(b, f, counter) if first is None else first)
     with b.while_true() as loop:
         loop.leave_if(item.get() >= count)
-        following = _take(b, f, counter)
+        following = take(b, f, counter)
         f.hooks.item(counter)
         yield item.get(), following
         item.set(following)
     f.hooks.time(counter, "end")
 
 
-def _gather(b: Builder, f: SimpleNamespace) -> None:
-    with _items(b, f, 0, f.group_count) as (item, _):
-        first, tokens = _group(f, item)
+def gather(b: Builder, f: SimpleNamespace) -> None:
+    with each_item(b, f, 0, f.group_count) as (item, _):
+        first, tokens = group_at(f, item)
         into = f.operand.at(first * f.operand_bytes)
         b.call_address(f.gather, void, [f.x, f.token.at(first * 4), tokens, f.x_row, into])
 
 
 def _requantize(b: Builder, f: SimpleNamespace) -> None:
     """No pass of its own in a profile: threads wait for it at the end of gate/up."""
-    quiet = SimpleNamespace(**vars(f) | {"hooks": _Hooks()})
-    with _items(b, quiet, 3, f.group_count) as (item, _):
-        first, tokens = _group(f, item)
+    quiet = SimpleNamespace(**vars(f) | {"hooks": Hooks()})
+    with each_item(b, quiet, 3, f.group_count) as (item, _):
+        first, tokens = group_at(f, item)
         group = f.hidden_operand.at(first * f.hidden_bytes)
         b.call_address(f.requantize, void, [group, tokens])
 
 
-def _group(f: SimpleNamespace, number: Value) -> tuple[Value, Value]:
+def group_at(f: SimpleNamespace, number: Value) -> tuple[Value, Value]:
     """The first sorted position of a group, and its tokens."""
     group = f.groups.at(number * call.GROUP_BYTES)
     return group.load(i64), group.at(8).load(i64)
 
 
-def _expert(f: SimpleNamespace, index: Value) -> SimpleNamespace:
+def expert_at(f: SimpleNamespace, index: Value) -> SimpleNamespace:
     entry = f.experts.at(index * call.EXPERT_BYTES)
-    _, tokens, first = (entry.at(8 * i).load(i64) for i in range(3))
+    number, tokens, first = (entry.at(8 * i).load(i64) for i in range(3))
     records = [entry.at(call.MATRICES + MATRIX_BYTES * i) for i in range(len(call.ROLES))]
     return SimpleNamespace(
-        tokens=tokens, first=first, **dict(zip(call.ROLES, records, strict=True))
+        number=number, tokens=tokens, first=first, **dict(zip(call.ROLES, records, strict=True))
     )
 
 
@@ -407,14 +412,14 @@ def _blocks(
 
     `launch(kernel address, first row, end row, blocks, tokens before)` emits one call.
     """
-    full, rest = _split(b, f, expert.tokens)
+    full, rest = split_blocks(b, f, expert.tokens)
     several = (full > LAUNCH_BLOCKS) | ((full > 0) & (rest > 0))
     step = b.select(several, b.max(f.row_unit, _BLOCK_ROWS), end_row - first_row)
     with b.loop(first_row, end_row, step) as row:
         end = b.min(row + step, end_row)
         with b.loop(0, full, LAUNCH_BLOCKS) as done:
             blocks = b.min(full - done, LAUNCH_BLOCKS)
-            kernel = kernels.at(_full_slot(b, f, blocks) * 8).load(i64)
+            kernel = kernels.at(full_slot(b, f, blocks) * 8).load(i64)
             launch(kernel, row, end, blocks, done << f.block_shift)
         with b.if_(rest > 0):
             kernel = kernels.at((rest - 1) * 8).load(i64)
@@ -432,7 +437,7 @@ def _next_rows(
 
 def _gate_up(b: Builder, f: SimpleNamespace) -> None:
     first_down = _first_down(b, f)
-    with _items(b, f, 1, f.item_count) as (number, following):
+    with each_item(b, f, 1, f.item_count) as (number, following):
         expert, first_row, end_row = _item(f, number)
         matrices = [expert.gate, expert.up]
         coming, coming_row = _after_gate_up(b, f, following, first_down)
@@ -452,12 +457,12 @@ def _gate_up(b: Builder, f: SimpleNamespace) -> None:
 def _item(f: SimpleNamespace, number: Value) -> tuple[SimpleNamespace, Value, Value]:
     item = f.items.at(number * call.ITEM_BYTES)
     index, first, end = (item.at(8 * i).load(i64) for i in range(3))
-    return _expert(f, index), first, end
+    return expert_at(f, index), first, end
 
 
 def _first_down(b: Builder, f: SimpleNamespace) -> list[Value]:
     """The first rows of the thread's first down item, as the records of a gate and an up matrix to be fetched."""
-    matrix = _expert(f, b.const(i64, 0)).down.at(MATRIX["codes"]).load(ptr)
+    matrix = expert_at(f, b.const(i64, 0)).down.at(MATRIX["codes"]).load(ptr)
     first = matrix.at(f.first_down * f.down_rows * f.down_row)
     records = [b.buffer(MATRIX_BYTES) for _ in range(2)]
     # Two parts of what a row block of gate and up is long.
@@ -480,7 +485,7 @@ def _after_gate_up(
 def _down(b: Builder, f: SimpleNamespace) -> None:
     parts = (f.hidden + f.down_rows - 1) // f.down_rows
     sums = f.scratch.at(f.kernel_scratch_bytes)
-    with _items(b, f, 2, parts, f.first_down) as (item, following):
+    with each_item(b, f, 2, parts, f.first_down) as (item, following):
         first_row = item * f.down_rows
         end_row = b.min(first_row + f.down_rows, f.hidden)
         coming_row = b.select(following < parts, following * f.down_rows, first_row)
@@ -490,9 +495,9 @@ def _down(b: Builder, f: SimpleNamespace) -> None:
             sums.at(offset).store(b.zero(vec(f32, GROUP)))
         origin = sums.at((0 - first_row) * 4)
         with b.loop(0, f.active) as index:
-            expert = _expert(f, index)
+            expert = expert_at(f, index)
             more = index + 1 < f.active
-            coming = _expert(f, b.select(more, index + 1, 0)).down
+            coming = expert_at(f, b.select(more, index + 1, 0)).down
             next_first = b.select(more, first_row, coming_row)
 
             def launch(

@@ -23,7 +23,7 @@ from expertile.runtime.errors import ArgumentError
 from expertile.runtime.jit import Spec
 from expertile.runtime.spec import DTYPES, ExpertSpec, contiguous
 from expertile.templates import formats, gates
-from expertile.templates.expert import ExpertKernel
+from expertile.templates.kernel import ExpertKernel
 from expertile.templates.tokens import Finish, Gather
 
 # Descriptions -----------------------------------------------------------------------------------------------------

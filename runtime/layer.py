@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,12 +15,16 @@ from expertile.runtime import call, checks, jit, openmp, spec, workspace
 from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
+from expertile.runtime.numa import plan as numa
+from expertile.runtime.numa.plan import Plan
 from expertile.runtime.spec import LayerKernels
 from expertile.runtime.weights import ExpertWeights
 from expertile.templates import gates
 
 SCRATCH_CAP = 512 << 20
 """Scratch bytes above which a call is cut into chunks of tokens."""
+_SCRATCH = 10
+"""Parts of the scratch on one node."""
 LEAST_CHUNK = 2048
 """Tokens of a chunk, at least."""
 
@@ -41,16 +46,18 @@ class _Scratch:
 
 
 @lru_cache(maxsize=4096)
-def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _Scratch:
+def _scratch(
+    kernels: LayerKernels, plan: Plan | None, tokens: int, top_k: int, threads: int
+) -> _Scratch:
     """O(tokens · top_k · (H + I)) and, for each thread, the kernels' scratch and the sums of a down item."""
     shape = kernels.spec
     slots = tokens * top_k
     margin = 64  # layouts read up to a vector past the end
-    thread_bytes = _align(kernels.scratch_bytes) + _align(
-        sums_bytes(tokens, kernels.row_unit) + margin
-    )
+    thread_bytes = _align((plan.kernels if plan else kernels).scratch_bytes)
+    if not plan:
+        thread_bytes += _align(sums_bytes(tokens, kernels.row_unit) + margin)
     sizes = {
-        "counters": call.COUNTERS * call.COUNTER_STRIDE,
+        "counters": (plan.counters if plan else call.COUNTERS) * call.COUNTER_STRIDE,
         "counts": 8 * shape.experts,
         "experts": call.EXPERT_BYTES * min(shape.experts, slots),
         "groups": call.GROUP_BYTES * slots,
@@ -62,6 +69,8 @@ def _scratch(kernels: LayerKernels, tokens: int, top_k: int, threads: int) -> _S
         "hidden_operand": kernels.operand_bytes[1] * slots + margin,
         "thread_scratch": thread_bytes * threads,
     }
+    if plan:
+        sizes |= plan.scratch(tokens, slots)
     offsets, end = [], 0
     for size in sizes.values():
         offsets.append(end)
@@ -104,6 +113,13 @@ def prepare(weights: LayerWeights, top_k: int) -> LayerKernels:
     if key is not None:
         _prepared[key] = kernels
     return kernels
+
+
+def plan_ahead(kernels: LayerKernels, weights: LayerWeights, rows: Iterable[int] | None) -> None:
+    """Do now what a first call would do on a machine of several memory nodes; compile for `rows` tokens an expert."""
+    found = numa.find(kernels, _places(kernels, weights), openmp.threads())
+    if found:
+        found.kernels.compile(rows)
 
 
 def run(
@@ -186,7 +202,9 @@ def _chunks(
     """Run the layer on as many tokens at a time as the scratch cap allows."""
     tokens, top_k = ids.shape
     threads = openmp.threads()
-    size = _scratch(kernels, tokens, top_k, threads).size
+    # There is no profile of a call in segments.
+    plan = None if recorder else numa.find(kernels, places, threads)
+    size = _scratch(kernels, plan, tokens, top_k, threads).size
     step = tokens
     if size > SCRATCH_CAP and tokens > LEAST_CHUNK:
         step = max(LEAST_CHUNK, SCRATCH_CAP * tokens // size)
@@ -199,9 +217,9 @@ def _chunks(
                 (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
             )
             # Its own for the last chunk: with fewer tokens the sums of a down item may take more.
-            scratch = _scratch(kernels, min(step, tokens - first), top_k, threads)
+            scratch = _scratch(kernels, plan, min(step, tokens - first), top_k, threads)
             try:
-                _native(kernels, space, scratch, threads, *arguments, places, recorder)
+                _native(kernels, plan, space, scratch, threads, *arguments, places, recorder)
             except _BadId as error:
                 _raise_bad_id(arguments[2], error.position, first, kernels.spec.experts)
     finally:
@@ -222,19 +240,20 @@ def _raise_bad_id(ids: torch.Tensor, position: int, first: int, experts: int) ->
 
 
 _Native = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-_entries: dict[bool, Any] = {}
+_entries: dict[str, Any] = {}
 
 
-def _entry(profiled: bool) -> Any:
-    """The driver, to be called from Python."""
-    found = _entries.get(profiled)
+def _entry(driver: str) -> Any:
+    """A driver, to be called from Python."""
+    found = _entries.get(driver)
     if found is None:
-        found = _entries[profiled] = _Native(jit.driver(profiled))
+        found = _entries[driver] = _Native(jit.driver(driver))
     return found
 
 
 def _native(
     kernels: LayerKernels,
+    plan: Plan | None,
     space: workspace.Workspace,
     scratch: _Scratch,
     threads: int,
@@ -248,18 +267,18 @@ def _native(
     """One native call, and another if kernels had to be compiled first. Fields in the order of `call.OFFSETS`."""
     global _calls
     addresses, steps = places
-    driver = _entry(recorder is not None)
-    shape, omp = kernels.spec, openmp.runtime()
+    driver = _entry("numa" if plan else "profiled" if recorder else "plain")
+    shape, omp, own = kernels.spec, openmp.runtime(), plan.kernels if plan else kernels
     base = space.reserve(scratch.size)
     dtype = checks.HIDDEN_DTYPES[x.dtype]
-    gate_up, down = kernels.gate_up_table, kernels.down_table
+    gate_up, down = own.gate_up_table, own.down_table
     ids_size, router_size, size = ids.element_size(), router.element_size(), x.element_size()
     while True:
         space.write(
             x.data_ptr(), out.data_ptr(), ids.data_ptr(), router.data_ptr(), *addresses,
             *kernels.ends(dtype), gate_up.address, down.address,
             *((omp.parallel, omp.barrier, omp.thread_number) if omp else (0, 0, 0)),
-            *(base + offset for offset in scratch.offsets),
+            *(base + offset for offset in scratch.offsets[:_SCRATCH]),
             ids.shape[0], ids.shape[1], shape.experts, shape.hidden, shape.intermediate,
             *kernels.operand_bytes, kernels.requantize,
             x.stride(0) * size, out.stride(0) * size, size,
@@ -268,10 +287,13 @@ def _native(
             *steps, *kernels.row_spans,
             ids_size, checks.ROUTER_KINDS[router.dtype],
             kernels.block_tokens.bit_length() - 1, kernels.corner,
-            threads, scratch.thread_bytes, _align(kernels.scratch_bytes), kernels.row_unit,
+            threads, scratch.thread_bytes, _align(own.scratch_bytes), kernels.row_unit,
             0, 0, 0, 0, 0,
             *(recorder.start(kernels, threads) if recorder else (0, 0)),
         )  # fmt: skip
+        if plan:
+            behind = (base + offset for offset in scratch.offsets[_SCRATCH:])
+            space.write_numa(*plan.fields(dtype), *behind)
         status = driver(space.record)
         if status == call.OK:
             _calls += 1
@@ -280,4 +302,4 @@ def _native(
             return
         if status == call.BAD_ID:
             raise _BadId(space.read("bad_position"))
-        kernels.add_missing()
+        own.add_missing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,13 +16,14 @@ from expertile.runtime.call import BUCKETS, table_slots
 from expertile.runtime.errors import ArgumentError
 from expertile.templates import formats, gates
 from expertile.templates.activations import QuantizingGather, Requantize
-from expertile.templates.expert import Down, ExpertKernel, GateUp
+from expertile.templates.expert import Down, GateUp
 from expertile.templates.formats import Quantized
 from expertile.templates.formats.base import WeightFormat
 from expertile.templates.formats.bf16 import RowMajor
 from expertile.templates.formats.bf16_transposed import Transposed
 from expertile.templates.formats.int8 import Int8
 from expertile.templates.gates import Gate
+from expertile.templates.kernel import ExpertKernel
 from expertile.templates.tokens import Finish, Gather
 
 DTYPES = ("bf16", "f16", "f32")
@@ -156,7 +157,8 @@ class LayerKernels:
         self._bytes = spec.activations == "int8"
         self.isa = isas.for_bytes(isa) if self._bytes else isa
         self.gate = gates.resolve(spec.gate)
-        self._step = 2 if spec.interleaved and self.gate.gated else 1
+        self.rows_between = 2 if spec.interleaved and self.gate.gated else 1
+        """Rows of memory from a row of gate or up to its next one."""
         machine = isas.by_name(self.isa)
         self.block_tokens = machine.block_tokens
         self.operand_bytes = tuple(map(machine.operand_bytes, (spec.hidden, spec.intermediate)))
@@ -165,7 +167,8 @@ class LayerKernels:
         """The address of the kernel that makes int8 of the hidden operand, if that is what down multiplies."""
         if self._bytes:
             self.requantize = jit.address(Requantize(self.isa, spec.intermediate))
-        self._formats = self._kernel_formats()
+        self.formats = self._kernel_formats()
+        """The formats of gate/up and down as kernels see them: gate and up are matrices of their own."""
         self.gate_up_table = KernelTable(self.gate_up, self.block_tokens)
         self.down_table = KernelTable(self.down, self.block_tokens)
         self._ends: dict[str, tuple[int, int]] = {}
@@ -191,26 +194,26 @@ class LayerKernels:
         gate_up, down = self.stored
         if self.spec.transposed:
             return (
-                Transposed(gate_up.row_bytes, outputs=64, interleaved=self._step == 2),
+                Transposed(gate_up.row_bytes, outputs=64, interleaved=self.rows_between == 2),
                 Transposed(down.row_bytes, outputs=128, interleaved=False),
             )
         if self._bytes:
             assert isinstance(gate_up, Int8)
             assert isinstance(down, Int8)
             gate_up, down = gate_up.in_place(), down.in_place()
-        return gate_up.every(self._step), down
+        return gate_up.every(self.rows_between), down
 
     def gate_up(self, tokens: int, blocks: int = 1) -> ExpertKernel:
         """The spec of the gate/up kernel for `tokens` tokens, or for so many full blocks and more."""
-        spec, format_ = self.spec, self._formats[0]
+        spec, format_ = self.spec, self.formats[0]
         sizes = self.isa, spec.hidden, spec.intermediate, tokens, blocks
         return self._choose(
-            GateUp(*sizes, format_, spec.gate_up_bias, Variant(), self.gate, self._step)
+            GateUp(*sizes, format_, spec.gate_up_bias, Variant(), self.gate, self.rows_between)
         )
 
     def down(self, tokens: int, blocks: int = 1) -> ExpertKernel:
         """The spec of the down kernel for `tokens` tokens, or for so many full blocks and more."""
-        spec, format_ = self.spec, self._formats[1]
+        spec, format_ = self.spec, self.formats[1]
         sizes = self.isa, spec.intermediate, spec.hidden, tokens, blocks
         return self._choose(Down(*sizes, format_, spec.down_bias, Variant()))
 
@@ -233,15 +236,7 @@ class LayerKernels:
 
         Raises ArgumentError for numbers below 1.
         """
-        tables = self.gate_up_table, self.down_table
-        if rows is None:
-            for table in tables:
-                table.add_all()
-        for count in () if rows is None else rows:
-            if count < 1:
-                raise ArgumentError(f"rows: expected numbers of tokens from 1, got {count}")
-            for table in tables:
-                table.add(count)
+        add_all((self.gate_up_table, self.down_table), rows)
         for dtype in DTYPES:
             self.ends(dtype)
         jit.driver()
@@ -283,6 +278,21 @@ class KernelTable:
         full = slot - (self._block - 1)
         sizes = (slot + 1, 1) if full < 0 else (self._block, BUCKETS[full])
         self._words[slot] = jit.address(self._kernel(*sizes))
+
+
+def add_all(tables: Sequence[KernelTable], rows: Iterable[int] | None) -> None:
+    """Compile what experts with these numbers of tokens need of some tables, or with any number.
+
+    Raises ArgumentError for numbers below 1.
+    """
+    if rows is None:
+        for table in tables:
+            table.add_all()
+    for count in () if rows is None else rows:
+        if count < 1:
+            raise ArgumentError(f"rows: expected numbers of tokens from 1, got {count}")
+        for table in tables:
+            table.add(count)
 
 
 @cache

@@ -31,9 +31,10 @@ from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.profile import Profile, Recorder
 from expertile.runtime.samples import random_bf16, random_weights
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
-from expertile.templates.expert import Down, ExpertKernel, GateUp
+from expertile.templates.expert import Down, GateUp
 from expertile.templates.formats import Quantized
 from expertile.templates.formats.base import WeightFormat
+from expertile.templates.kernel import ExpertKernel
 
 PROJECTIONS = ("gate_up", "down")
 

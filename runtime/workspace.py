@@ -16,6 +16,7 @@ import torch
 from expertile.runtime import call
 
 _RECORD = struct.Struct(f"={len(call.FIELDS + call.PROFILE)}q")
+_NUMA = struct.Struct(f"={len(call.NUMA)}q")
 _POISON = "poison" in os.environ.get("EXPERTILE_DEBUG", "").split(",")
 
 
@@ -23,7 +24,7 @@ class Workspace:
     """A call record and a buffer that grows."""
 
     def __init__(self) -> None:
-        self._record = ctypes.create_string_buffer(_RECORD.size)
+        self._record = ctypes.create_string_buffer(_RECORD.size + _NUMA.size)
         self.record = ctypes.addressof(self._record)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -42,8 +43,12 @@ class Workspace:
         return self._buffer.numel()
 
     def write(self, *fields: int) -> None:
-        """Set all fields of the record, in order."""
+        """Set all fields of the record up to those for several memory nodes, in order."""
         _RECORD.pack_into(self._record, 0, *fields)
+
+    def write_numa(self, *fields: int) -> None:
+        """Set the others."""
+        _NUMA.pack_into(self._record, _RECORD.size, *fields)
 
     def read(self, name: str) -> int:
         """A field, as the driver left it."""

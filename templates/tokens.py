@@ -91,15 +91,16 @@ class Finish:
                 sums, out = arg.sums.at(token * arg.sum_bytes), arg.out.at(token * arg.out_bytes)
                 with b.loop(0, whole, GROUP) as column:
                     values = sums.at(column * 4).load(vec(f32, GROUP))
-                    out.at(column * size).store(self._convert(b, values))
+                    out.at(column * size).store(self.convert(b, values))
                 with b.if_(whole < arg.columns):
                     values = sums.at(whole * 4).load(
                         vec(f32, GROUP)
                     )  # the sums' rows are padded to 16
-                    out.at(whole * size).store_masked(self._convert(b, values), arg.columns - whole)
+                    out.at(whole * size).store_masked(self.convert(b, values), arg.columns - whole)
         return str(module)
 
-    def _convert(self, b: Builder, values: Value) -> Value:
+    def convert(self, b: Builder, values: Value) -> Value:
+        """16 sums as the output's dtype."""
         if self.dtype == "bf16":
             return round_to_bf16(b, values).to(vec(i16, GROUP))
         return values.to(vec(f16, GROUP)) if self.dtype == "f16" else values

@@ -381,7 +381,7 @@ def test_no_chunk_writes_past_its_scratch(last: int, monkeypatch: pytest.MonkeyP
             [case.run(**case.tokens(part)) for part in torch.arange(chunk + last).split(700)]
         )
         kernels = runtime.prepare(LayerWeights(case.gate_up, case.down), 1)
-        per_token = runtime._scratch(kernels, chunk + last, 1, 1).size / (chunk + last)
+        per_token = runtime._scratch(kernels, None, chunk + last, 1, 1).size / (chunk + last)
         monkeypatch.setattr(runtime, "SCRATCH_CAP", int(chunk * per_token) + 1)
         before = expertile.calls()
         result = case.run()

@@ -24,7 +24,7 @@ from expertile.codegen.cache import default_cache
 from expertile.codegen.isa import Variant
 from expertile.runtime import choice, layer, openmp, tuning
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
-from expertile.templates.expert import ExpertKernel
+from expertile.templates.kernel import ExpertKernel
 
 SPEC = ExpertSpec(hidden=160, intermediate=96, experts=6, top_k=2)
 THREADS = [1, 2] if openmp.runtime() else [1]

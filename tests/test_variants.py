@@ -39,7 +39,8 @@ from expertile.codegen.compiler import assembly
 from expertile.codegen.isa import Variant
 from expertile.runtime import choice, layer
 from expertile.runtime.spec import ExpertSpec, LayerKernels, contiguous
-from expertile.templates.expert import Down, ExpertKernel
+from expertile.templates.expert import Down
+from expertile.templates.kernel import ExpertKernel
 
 
 @dataclass(frozen=True)

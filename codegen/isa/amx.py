@@ -131,12 +131,12 @@ class Amx(TileIsa):
     ) -> int:
         verb = "tileloaddt164" if streaming else "tileloadd64"
         number = _ACCUMULATORS + block
-        b.call(f"llvm.x86.{verb}", void, [_tile(number), address, b.const(i64, stride)])
+        _load(b, verb, number, address, 64, stride)
         return number
 
     def load_b(self, b: Builder, plan: TilePlan, tile: BTile, column: int, chunk: Value) -> int:
-        number, stride = _b(plan, column), b.const(i64, 4 * tile.tokens)
-        b.call("llvm.x86.tileloadd64", void, [_tile(number), chunk, stride])
+        number, row = _b(plan, column), 4 * tile.tokens
+        _load(b, "tileloadd64", number, chunk, row, row)
         return number
 
     def dot(self, b: Builder, c: int, a: int, v: int) -> None:
@@ -146,12 +146,19 @@ class Amx(TileIsa):
         b.call("llvm.x86.tilestored64", void, [_tile(c), into, b.const(i64, 4 * tile.tokens)])
 
     def restore(self, b: Builder, plan: TilePlan, c: int, tile: BTile, source: Value) -> None:
-        b.call("llvm.x86.tileloadd64", void, [_tile(c), source, b.const(i64, 4 * tile.tokens)])
+        row = 4 * tile.tokens
+        _load(b, "tileloadd64", c, source, row, row)
 
     def store(
         self, b: Builder, plan: TilePlan, c: int, tile: BTile, into: Value, row: Value
     ) -> None:
         self.save(b, plan, c, tile, into)  # the whole block, as it is stored
+
+
+def _load(b: Builder, verb: str, number: int, source: Value, row_bytes: int, stride: int) -> None:
+    """Load a tile of 16 rows."""
+    b.reads(source, row_bytes, rows=GROUP, stride=stride)
+    b.call(f"llvm.x86.{verb}", void, [_tile(number), source, b.const(i64, stride)])
 
 
 def _c(plan: TilePlan, block: int, column: int) -> int:

@@ -120,6 +120,11 @@ class ByRows(WeightFormat):
         """`unit`, or less in rows of a number of chunks that it does not divide."""
         return self.unit if chunks % self.unit == 0 else self.step
 
+    @property
+    def grain(self) -> int:
+        """Chunks that can be read apart from their neighbours in a row: where a row may be divided."""
+        return self.step
+
     @abstractmethod
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from expertile.codegen.layouts import CHUNK
 from expertile.templates.formats.quantized import Part, Quantized
 
 
@@ -16,6 +17,11 @@ class Blocks(Quantized):
     """K/block blocks a row."""
 
     block_bytes: ClassVar[int]
+
+    @property
+    def grain(self) -> int:
+        """Chunks of a block, which has bytes that all of them need."""
+        return self.block // CHUNK
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {"codes": Part((rows, self.code_bytes(columns)), ("uint8",))}

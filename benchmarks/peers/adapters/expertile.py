@@ -30,8 +30,9 @@ class Expertile(Peer):
 
         size = setup.size
         spec = expertile.ExpertSpec(
-            size.hidden, size.intermediate, size.experts, size.top_k, size.weights, "silu"
-        )
+            size.hidden, size.intermediate, size.experts, size.top_k, size.weights, "silu",
+            activations=_activations(size.weights),
+        )  # fmt: skip
         expertile.compile(spec, list(setup.rows))
         self.threads, self.format = setup.threads, size.weights
         self.regions: list[Tensor] = []
@@ -42,8 +43,10 @@ class Expertile(Peer):
 
         first, second = self._in_place(gate_up), self._in_place(down)
 
+        activations = _activations(self.format)
+
         def run(x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
-            return expertile.fused_experts(x, first, second, ids, router)
+            return expertile.fused_experts(x, first, second, ids, router, activations=activations)
 
         return {"expertile": run}
 
@@ -76,7 +79,7 @@ class Expertile(Peer):
                 probe.sample(number)
         by_rate = sorted(reads, key=lambda name: statistics.median(reads[name].rates.values()))
         self.reads = {name: reads[name] for name in by_rate[-_CANDIDATES:]}
-        self.peak = roofline.peak(self.threads)
+        self.peak = roofline.peak(self.threads, _activations(self.format))
         return list(self.reads)
 
     def ceilings(self) -> tuple[dict[str, float], float]:
@@ -84,3 +87,8 @@ class Expertile(Peer):
         for probe in (*self.reads.values(), self.peak):
             probe.sample(0)
         return {name: probe.rates[0] for name, probe in self.reads.items()}, self.peak.rates[0]
+
+
+def _activations(weights: str) -> str:
+    """What weights are multiplied by: with int8 ones, what all other implementations have."""
+    return "int8" if weights == "int8" else "bf16"
