@@ -19,7 +19,7 @@ import torch
 import typer
 from torch import Tensor
 
-from expertile._bench import SHAPES, Shape, machine, numbers_from, shape_from
+from expertile._bench import DEFAULT_SHAPES, Shape, machine, numbers_from, shape_from
 from expertile._bench.protocol import spread
 from expertile.runtime import openmp, roofline
 from expertile.runtime.caches import caches, working_sets
@@ -213,7 +213,10 @@ def _writable(path: Path | None) -> Path | None:
 
 def command(
     shape: Annotated[
-        list[str] | None, typer.Option(help="A known shape, or HxIxExk. Repeatable; default: all.")
+        list[str] | None,
+        typer.Option(
+            help=f"A known shape, or HxIxExk. Repeatable; default: {', '.join(DEFAULT_SHAPES)}."
+        ),
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens a call.")] = ",".join(map(str, TOKENS)),
     threads: Annotated[
@@ -239,7 +242,7 @@ def command(
     from rich.console import Console
     from rich.progress import Progress
 
-    shapes, sizes = [shape_from(text) for text in shape or SHAPES], numbers_from(tokens)
+    shapes, sizes = [shape_from(text) for text in shape or DEFAULT_SHAPES], numbers_from(tokens)
     count = threads or openmp.threads()
     if count > 1 and openmp.runtime() is None:
         raise ArgumentError(f"--threads: expected 1, as no OpenMP runtime is loaded, got {count}")

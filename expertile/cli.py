@@ -1,4 +1,4 @@
-"""The command line: `expertile doctor`, `demo`, `bench`, `roofline`, `tune`, `inspect` and `cache`.
+"""The command line: `expertile doctor`, `demo`, `bench`, `roofline`, `tune`, `numa`, `inspect` and `cache`.
 
 Results go to stdout, progress and errors to stderr; with --json, stdout is one JSON document.  Exit code 1 is a failure
 and 2 a wrong argument.
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from expertile import _roofline, _tune
+from expertile import _numa, _roofline, _tune
 from expertile._bench import bench
 from expertile.codegen.cache import default_cache
 from expertile.codegen.errors import CodegenError
@@ -51,6 +51,7 @@ app.add_typer(cache_app, name="cache")
 app.command("bench")(bench)
 app.command("roofline")(_roofline.command)
 app.command("tune")(_tune.command)
+app.command("numa")(_numa.command)
 
 
 def main() -> None:

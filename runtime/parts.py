@@ -174,25 +174,13 @@ def _row_contiguous(name: str, value: torch.Tensor, first: int) -> None:
 
 def _aligned(name: str, value: torch.Tensor) -> None:
     """Raise unless a tensor has memory, and begins at a multiple of its element size."""
-    if not _has_memory(value):
-        raise ArgumentError(
-            f"{name}: has no memory of its own ({type(value).__name__}); pass the tensors that hold the data"
-        )
+    checks.memory(name, value)
     address = value.data_ptr()
     if address % value.element_size():
         raise ArgumentError(
             f"{name}: expected an address that is a multiple of {value.element_size()} for {value.dtype}, got "
             f"{address:#x}; load the file such that it is aligned, or use .clone()"
         )
-
-
-def _has_memory(value: torch.Tensor) -> bool:
-    """Whether a tensor's elements are in its own storage: not of fake tensors and of those that wrap others."""
-    try:
-        storage = value.untyped_storage()
-        return storage.device.type == "cpu" and storage.data_ptr() != 0
-    except (RuntimeError, NotImplementedError):
-        return False
 
 
 def _alike(name: str, found: tuple[torch.Tensor, ...]) -> None:

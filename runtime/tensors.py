@@ -39,6 +39,19 @@ def dense(name: str, value: torch.Tensor) -> None:
         )
 
 
+def memory(name: str, value: torch.Tensor) -> None:
+    """Raise unless a tensor's elements are in its own storage: not of fake tensors and of those that wrap others."""
+    try:
+        storage = value.untyped_storage()
+        found = storage.device.type == "cpu" and storage.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):
+        found = False
+    if not found:
+        raise ArgumentError(
+            f"{name}: has no memory of its own ({type(value).__name__}); pass the tensors that hold the data"
+        )
+
+
 def dtype(name: str, value: torch.Tensor, expected: Collection[str], how: str = "") -> None:
     """Raise unless a tensor has one of the dtypes, given by PyTorch's names."""
     if dtype_name(value) not in expected:

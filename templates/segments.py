@@ -55,10 +55,10 @@ _Floats = vec(f32, GROUP)
 class SegmentKernel(ExpertKernel):
     """One matrix times up to `blocks` token blocks: some rows, over the k's of a list.
 
-    void kernel(matrix, operand, present, coming, ranges i64[][2], into, …, bytes of `into` a token, token blocks,
-    scratch). The matrix is given by its record. `present` is the `ENTRY` to be multiplied, with its ranges in the table
-    `ranges`: chunks from the first to the end, where the last chunk of a row may be no whole one. Row i is row first +
-    i · `apart` of the matrix. `coming` is the entry of the matrix that comes next.
+    void kernel(matrix, operand, present, next matrix, coming, ranges i64[][2], into, …, bytes of `into` a token, token
+    blocks, scratch). Matrices are given by their records. `present` is the `ENTRY` to be multiplied, with its ranges in
+    the table `ranges`: chunks from the first to the end, where the last chunk of a row may be no whole one. Row i is
+    row first + i · `apart` of the matrix. `coming` is the entry that the thread is given next, of `next matrix`.
     """
 
     apart: int
@@ -161,7 +161,7 @@ class SegmentDown(SegmentKernel):
 
 
 def _signature(*into: str) -> dict[str, L.Type]:
-    pointers = ("matrix", "operand", "present", "coming", "ranges", *into)
+    pointers = ("matrix", "operand", "present", "next_matrix", "coming", "ranges", *into)
     integers = ("into_bytes", "blocks")
     return dict.fromkeys(pointers, ptr) | dict.fromkeys(integers, i64) | {"scratch": ptr}
 
@@ -376,8 +376,10 @@ class _SegmentStream(Stream):
         steps = plan.sweeps * kernel.blocks * GROUP // plan.rows
         self._lines = max(1, -(-GROUP * self._chunk_bytes // (LINE * steps)))
         [matrix] = e.matrices
+        next_codes = e.arg.next_matrix.at(MATRIX["codes"]).load(ptr)
         codes, _ = kernel.format.offsets(first)
-        self._row, self._left = b.var(ptr, matrix.codes.at(codes)), b.var(i64, rows)
+        address = b.select(inside, matrix.codes, next_codes).at(codes)
+        self._row, self._left = b.var(ptr, address), b.var(i64, rows)
         self._range = b.var(i64, self._first)
         self._offset, self._end = b.var(i64, 0), b.var(i64, 0)
         self._enter()

@@ -24,7 +24,7 @@ from expertile.codegen.cache import ObjectCache, default_cache
 from expertile.runtime.inspection import inspect, measure
 
 COMMANDS = (
-    "doctor", "demo", "bench", "roofline", "tune", "inspect", "cache info", "cache clear",
+    "doctor", "demo", "bench", "roofline", "tune", "inspect", "numa", "cache info", "cache clear",
 )  # fmt: skip
 KINDS = ("gate_up:h=96,i=64,m=2", "down:h=96,i=64", "gather:h=96", "finish", "driver")
 

@@ -417,4 +417,6 @@ def test_adapters_compute_the_layer(name: str) -> None:
     weights = ["bf16"] if name == "transformers" else ["bf16", *formats.FORMATS]
     found = subprocesses.run(errors, str(ROOT / "benchmarks"), name, weights)
     assert len(found) == (12 if name == "transformers" else 1 + 2 * len(weights))
-    assert max(found.values()) < 1e-2
+    bytes_ = {key: error for key, error in found.items() if key.startswith("int8 ")}
+    assert all(1e-2 < error < 3e-2 for error in bytes_.values())  # activations are int8 as well
+    assert max(error for key, error in found.items() if key not in bytes_) < 1e-2

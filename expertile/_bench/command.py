@@ -19,7 +19,8 @@ from rich.console import Console, RenderableType
 import expertile
 from expertile._bench import formats, fresh, profiles, protocol, reuse, tables
 from expertile._bench.implementations import peers
-from expertile._bench.workload import SHAPES, Shape, numbers_from, shape_from
+from expertile._bench.shapes import DEFAULT_SHAPES, Shape, shape_from
+from expertile._bench.workload import numbers_from
 from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 
@@ -61,7 +62,10 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def bench(
     shape: Annotated[
-        list[str] | None, typer.Option(help="A known shape, or HxIxExk. Repeatable; default: all.")
+        list[str] | None,
+        typer.Option(
+            help=f"A known shape, or HxIxExk. Repeatable; default: {', '.join(DEFAULT_SHAPES)}."
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -108,7 +112,7 @@ def bench(
     given = numbers_from(tokens) if tokens else None
     names = formats.formats_from(weights)
     quantised = [name for name in names if name != "bf16"]
-    shapes = [shape_from(text) for text in shape or SHAPES]
+    shapes = [shape_from(text) for text in shape or DEFAULT_SHAPES]
     count = threads or torch.get_num_threads()
     report: Json = {"machine": machine(count)}
     console.print(tables.machine_table(report["machine"]))

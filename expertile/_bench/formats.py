@@ -22,7 +22,8 @@ from expertile._bench.protocol import (
     spread,
     steps,
 )
-from expertile._bench.workload import W8A8, Shape, Subject, schedule
+from expertile._bench.shapes import W8A8, Shape
+from expertile._bench.workload import Subject, schedule
 from expertile.runtime import roofline
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.roofline import Probe

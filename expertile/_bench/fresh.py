@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from expertile._bench.implementations import ours
-from expertile._bench.workload import Shape, Weights
+from expertile._bench.shapes import Shape
+from expertile._bench.workload import Weights
 from expertile.codegen.compiler import counters
 
 Json = dict[str, Any]

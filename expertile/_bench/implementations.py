@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import expertile
-from expertile._bench.workload import Shape, Weights
+from expertile._bench.shapes import Shape
+from expertile._bench.workload import Weights
 
 Run = Callable[[Weights, Tensor, Tensor, Tensor], Tensor]
 """An implementation of a layer: weights, x, ids, router weights."""

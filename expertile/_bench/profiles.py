@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from expertile._bench.protocol import bandwidths, best, inputs, sample, spread, steps
-from expertile._bench.workload import Call, Shape, Subject, Weights, schedule, skewed
+from expertile._bench.shapes import Shape
+from expertile._bench.workload import Call, Subject, Weights, schedule, skewed
 from expertile.runtime import call, roofline
 from expertile.runtime.matrices import LayerWeights
 from expertile.runtime.profile import Part, Profile, profiled

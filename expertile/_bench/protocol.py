@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from expertile._bench.implementations import Run, ours
-from expertile._bench.workload import Call, Shape, Subject, Weights, schedule
+from expertile._bench.shapes import Shape
+from expertile._bench.workload import Call, Subject, Weights, schedule
 from expertile.runtime import roofline
 from expertile.runtime.roofline import Probe
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from expertile._bench.implementations import Run, ours
 from expertile._bench.protocol import bandwidths, best, inputs, sample, speedup, spread, steps
-from expertile._bench.workload import Call, Shape, Subject, Weights, schedule
+from expertile._bench.shapes import Shape
+from expertile._bench.workload import Call, Subject, Weights, schedule
 from expertile.runtime import roofline
 from expertile.runtime.roofline import Probe
 

@@ -1,9 +1,9 @@
-"""What is computed: the shapes of layers, their weights, and which experts a call uses."""
+"""What is computed: layers of weights, and which experts a call uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import typer
 from torch import Tensor
 
 import expertile
+from expertile._bench.shapes import Shape
 from expertile.runtime.matrices import Matrix
 from expertile.runtime.samples import random_bf16, random_weights
 from expertile.runtime.weights import ExpertWeights
@@ -20,107 +21,6 @@ Json = dict[str, Any]
 
 _ROUTINGS = 16  # for each layer
 _HOT_TOKENS, _COLD_EXPERTS = 500, 60
-
-
-# Shapes -------------------------------------------------------------------------------------------
-
-
-W8A8 = "w8a8"
-"""What stands for int8 weights with int8 activations where a weight format is named."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An expert layer to measure."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    gate: str = "silu"
-    bias: bool = False
-    interleaved: bool = False
-    transposed: bool = False
-    weights: str = "bf16"
-
-    @property
-    def scheme(self) -> str:
-        """The weight format."""
-        return "int8" if self.weights == W8A8 else self.weights
-
-    @property
-    def activations(self) -> str:
-        """What is multiplied by it."""
-        return "int8" if self.weights == W8A8 else "bf16"
-
-    def in_format(self, weights: str) -> Shape:
-        """The layer with other weights, or "w8a8". Quantised ones aren't transposed: no checkpoint has such."""
-        transposed = self.transposed and weights == "bf16"
-        return replace(self, weights=weights, transposed=transposed)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of an expert's weights, codes and scales."""
-        gate_up, down = self.spec().formats()
-        return gate_up.matrix_bytes(2 * self.intermediate, self.hidden) + down.matrix_bytes(
-            self.hidden, self.intermediate
-        )
-
-    def operations(self, tokens: int) -> int:
-        """Multiplications and additions of a call."""
-        return 2 * 3 * self.hidden * self.intermediate * tokens * self.top_k
-
-    def spec(self) -> expertile.ExpertSpec:
-        """The layer to compile kernels for."""
-        bias = "bf16" if self.bias else None
-        sizes = (self.hidden, self.intermediate, self.experts, self.top_k)
-        return expertile.ExpertSpec(
-            *sizes, self.scheme, self.gate, bias, bias, self.interleaved, self.transposed,
-            activations=self.activations,
-        )  # fmt: skip
-
-    @property
-    def options(self) -> Json:
-        """What :func:`expertile.fused_experts` must be told beside the tensors."""
-        return {
-            "gate": self.gate,
-            "interleaved": self.interleaved,
-            "transposed": self.transposed,
-            "activations": self.activations,
-        }
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
-        Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-        Shape("deepseek-v3-16e", 7168, 2048, 16, 8),
-        Shape("qwen3-235b-32e", 4096, 1536, 32, 8),
-        Shape(
-            "gpt-oss", 2880, 2880, 32, 4, "swiglu_oai", bias=True, interleaved=True, transposed=True
-        ),
-    )
-}
-
-
-def shape_from(text: str) -> Shape:
-    """A shape by its name, or from "HxIxExk". Raises typer.BadParameter for anything else."""
-    if text in SHAPES:
-        return SHAPES[text]
-    try:
-        hidden, intermediate, experts, top_k = map(int, text.split("x"))
-    except ValueError:
-        known = ", ".join(SHAPES)
-        raise typer.BadParameter(
-            f"expected hidden x intermediate x experts x top-k, such as 2048x768x128x8, or one of {known}; got {text!r}"
-        ) from None
-    if min(hidden, intermediate) < 1 or not 1 <= top_k <= experts:
-        raise typer.BadParameter(
-            f"expected sizes of at least 1 and no more of top-k than experts; got {text!r}"
-        )
-    return Shape(text, hidden, intermediate, experts, top_k)
 
 
 def numbers_from(text: str) -> list[int]:

@@ -110,24 +110,40 @@ class _Role:
         """Of a block; of the one behind the last, where positions end."""
         return self.block_first.at(block * 8).load(i64)
 
-    def each_entry(
-        self, phase: Value, first: Value, end: Value, use: Callable[[Entry, list[Value]], None]
-    ) -> None:
-        """Call `use` for all that the group has to do of some blocks of a matrix.
+    def first_entry(self, phase: Value, block: Value) -> Value:
+        """The address of the group's first entry in a block of a matrix, or of one that comes after it."""
+        return self.entries.at(self._cell(phase, block).load(i64) * ENTRY_BYTES)
 
-        It gets the entry, and what kernels want to know of it: its address, that of the next one, and the ranges.
+    def each_entry(
+        self,
+        phase: Value,
+        blocks: tuple[Value, Value],
+        matrix: Value,
+        following: tuple[Value, Value],
+        use: Callable[[Entry, list[Value]], None],
+    ) -> None:
+        """Call `use` for all that the group has to do of some blocks of a matrix, given by its record.
+
+        It gets the entry, and what kernels want to know of it: its address, then the matrix and the entry that come
+        next (`following` after the last one), and the ranges.
         """
         b = self.b
-        row = (phase * self.f.node_groups + self.group) * self.blocks
-        begin = self.cells.at((row + first) * 16).load(i64)
+        first, end = blocks
         # The entries of neighbouring blocks are neighbours.
-        last = self.cells.at((row + end) * 16 - 8).load(i64)
+        begin = self._cell(phase, first).load(i64)
+        last = self._cell(phase, end - 1).at(8).load(i64)
         with b.loop(begin, last) as number:
-            here, next_ = (
-                self.entries.at(which * ENTRY_BYTES)
-                for which in (number, b.min(number + 1, last - 1))
+            here = self.entries.at(number * ENTRY_BYTES)
+            inside = number + 1 < last
+            coming = (
+                b.select(inside, mine, other)
+                for mine, other in zip((matrix, here.at(ENTRY_BYTES)), following, strict=True)
             )
-            use(Entry(here), [here, next_, self.ranges])
+            use(Entry(here), [here, *coming, self.ranges])
+
+    def _cell(self, phase: Value, block: Value) -> Value:
+        row = (phase * self.f.node_groups + self.group) * self.blocks
+        return self.cells.at((row + block) * 16)
 
 
 def _body(b: Builder, f: SimpleNamespace) -> None:
@@ -167,13 +183,13 @@ def _affinity(b: Builder, f: SimpleNamespace, function: Value, mask: Value) -> V
 
 def _gate_up(b: Builder, f: SimpleNamespace, role: _Role) -> None:
     each = f.projections * role.item_count  # items of an expert
-    with each_item(b, f, role.group + _SHARED_COUNTERS, f.active * each) as (number, _):
-        expert = expert_at(f, f.order.at(number // each * 8).load(i64))
-        matrix, item = number % each // role.item_count, number % role.item_count
-        up = (matrix + 1).eq(f.projections)
-        record = b.select(up, expert.up, expert.gate)
-        phase = _phase(f, b.select(up, f.up_phase, f.gate_phase), expert)
-        out = f.partials.at(expert.first * f.partial_row).at(matrix * f.intermediate * 4)
+    items = f.active * each
+    with each_item(b, f, role.group + _SHARED_COUNTERS, items) as (number, following):
+        here = _gate_up_item(b, f, role, number, each)
+        # After the last item there is nothing to ask for: it comes again.
+        next_ = _gate_up_item(b, f, role, b.min(following, items - 1), each)
+        expert = here.expert
+        out = f.partials.at(expert.first * f.partial_row).at(here.matrix * f.intermediate * 4)
 
         def multiply(entry: Entry, lists: list[Value]) -> None:
             place = out.at(entry.rank * f.part_bytes).at(entry.position * 4)
@@ -181,15 +197,32 @@ def _gate_up(b: Builder, f: SimpleNamespace, role: _Role) -> None:
             def launch(kernel: Value, blocks: Value, before: Value) -> None:
                 operand = f.operand.at((expert.first + before) * f.operand_bytes)
                 into = place.at(before * f.partial_row)
-                pointers = [record, operand, *lists, into]
+                pointers = [here.record, operand, *lists, into]
                 b.call_address(kernel, void, [*pointers, f.partial_row, blocks, f.scratch])
 
             _token_blocks(b, f, expert, f.gate_up_kernels, launch)
 
-        role.each_entry(phase, *role.blocks_of(item), multiply)
+        after = next_.record, role.first_entry(next_.phase, next_.blocks[0])
+        role.each_entry(here.phase, here.blocks, here.record, after, multiply)
 
 
-def _phase(f: SimpleNamespace, phases: Value, expert: SimpleNamespace) -> Value:
+def _gate_up_item(
+    b: Builder, f: SimpleNamespace, role: _Role, number: Value, each: Value
+) -> SimpleNamespace:
+    """Expert, matrix (0: gate, if there is one), its record and phase, and the blocks of an item."""
+    expert = expert_at(f, f.order.at(number // each * 8).load(i64))
+    matrix = number % each // role.item_count
+    up = (matrix + 1).eq(f.projections)
+    return SimpleNamespace(
+        expert=expert,
+        matrix=matrix,
+        record=b.select(up, expert.up, expert.gate),
+        phase=_phase(b.select(up, f.up_phase, f.gate_phase), expert),
+        blocks=role.blocks_of(number % role.item_count),
+    )
+
+
+def _phase(phases: Value, expert: SimpleNamespace) -> Value:
     """Which table the matrix of an expert uses."""
     return phases.at(expert.number * 8).load(i64)
 
@@ -216,7 +249,7 @@ def _activate(b: Builder, f: SimpleNamespace) -> None:
     with each_item(b, f, 1, f.group_count) as (number, _):
         first, tokens = group_at(f, number)
         expert = expert_at(f, f.groups.at(number * call.GROUP_BYTES + 16).load(i64))
-        phases = (_phase(f, table, expert) for table in (f.gate_phase, f.up_phase))
+        phases = (_phase(table, expert) for table in (f.gate_phase, f.up_phase))
         parts = [f.gate_up_parts.at(phase * f.intermediate * 4) for phase in phases]
         rows = f.hidden_rows.at(first * hidden_row)
         sums = f.partials.at(first * f.partial_row)
@@ -231,12 +264,17 @@ def _down(b: Builder, f: SimpleNamespace, role: _Role) -> None:
     row_bytes = f.hidden * 4
     sums = f.node_sums.at(role.group * f.sums_bytes)
     counter = role.group + f.node_groups + _SHARED_COUNTERS
-    with each_item(b, f, counter, role.item_count) as (item, _):
-        first, end = role.blocks_of(item)
-        position = role.first_position(first)
-        _clear(b, f, sums.at(position * 4), role.first_position(end) - position)
+    with each_item(b, f, counter, role.item_count) as (item, following):
+        blocks = role.blocks_of(item)
+        next_block, _ = role.blocks_of(b.min(following, role.item_count - 1))
+        position = role.first_position(blocks[0])
+        _clear(b, f, sums.at(position * 4), role.first_position(blocks[1]) - position)
         with b.loop(0, f.active) as index:
             expert = expert_at(f, index)
+            more = index + 1 < f.active
+            coming = expert_at(f, b.select(more, index + 1, 0))
+            block = b.select(more, blocks[0], next_block)
+            after = coming.down, role.first_entry(_phase(f.down_phase, coming), block)
 
             def multiply(
                 entry: Entry, lists: list[Value], expert: SimpleNamespace = expert
@@ -252,7 +290,8 @@ def _down(b: Builder, f: SimpleNamespace, role: _Role) -> None:
 
                 _token_blocks(b, f, expert, f.down_kernels, launch)
 
-            role.each_entry(_phase(f, f.down_phase, expert), first, end, multiply)
+            phase = _phase(f.down_phase, expert)
+            role.each_entry(phase, blocks, expert.down, after, multiply)
 
 
 def _clear(b: Builder, f: SimpleNamespace, sums: Value, columns: Value) -> None:

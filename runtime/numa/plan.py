@@ -128,12 +128,14 @@ class _Role:
         self.matrices = list(zip(addresses, placed, strict=True))
         self.tables: Tables = tables(self.geometry, self.matrices, groups.owner, len(groups.cpus))
         self._items = _items(self.tables.block_first)
+        # What comes after a cell without entries is looked at, so that there must be something behind the last one.
+        self._entries = np.vstack([self.tables.entries, np.zeros_like(self.tables.entries[:1])])
 
     @property
     def addresses(self) -> list[int]:
         """Of `call.NUMA_TABLES`."""
         t = self.tables
-        arrays = [t.position, t.block_first, self._items, t.cells, t.entries, t.ranges]
+        arrays = [t.position, t.block_first, self._items, t.cells, self._entries, t.ranges]
         return [array.ctypes.data for array in arrays]
 
     @property
