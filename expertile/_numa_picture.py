@@ -67,6 +67,7 @@ def save(periods: Sequence[Period], path: Path) -> None:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ExpertileError(
             "--png: needs Matplotlib, which is not installed; it comes with the extra expertile[plots]"
@@ -83,6 +84,7 @@ def save(periods: Sequence[Period], path: Path) -> None:
             extent=(0, period.columns, period.rows, 0),
         )  # fmt: skip
         axes.set(title=period.title, xlabel="k", ylabel="row")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     patches = [Patch(color=_colour(node), label=f"node {node}") for node in nodes]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(nodes))
     try:
