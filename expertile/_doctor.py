@@ -14,11 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 import expertile
+from expertile._numa import schedule
 from expertile.codegen import cpu
 from expertile.codegen import isa as isas
 from expertile.codegen.cache import default_cache
 from expertile.codegen.errors import CodegenError
 from expertile.runtime import openmp
+from expertile.runtime.numa import topology
 
 Section = dict[str, Any]
 
@@ -50,6 +52,7 @@ def examine() -> dict[str, Section]:
         "amx": asdict(cpu.amx_status()),
         "selected": _selected(),
         "openmp": _openmp(),
+        "memory_nodes": _memory_nodes(),
         "versions": _versions(),
         "self_test": _self_test(),
         "cache": _cache(),  # after the self-test, which notices if it can't be used
@@ -73,7 +76,7 @@ def _machine() -> Section:
 
 
 def _isas() -> Section:
-    found = {name: isas.by_name(name) for name in isas.names()}
+    found = {name: isas.by_name(name) for name in (*isas.names(), *isas.byte_names())}
     return {
         name: {"summary": isa.summary, "unavailable": isa.unavailable()}
         for name, isa in found.items()
@@ -91,6 +94,11 @@ def _selected() -> Section:
 def _openmp() -> Section:
     runtime = openmp.runtime()
     return {"path": runtime.path if runtime else None, "threads": openmp.threads()}
+
+
+def _memory_nodes() -> Section:
+    found = topology.read()
+    return {"numbers": [node.number for node in found.nodes], "schedule": schedule(found)}
 
 
 def _versions() -> dict[str, str | None]:
@@ -175,6 +183,7 @@ def show(console: Console, report: dict[str, Section]) -> None:
         ("AMX steps", _amx_text(report["amx"])),
         ("selected", _selected_text(report["selected"])),
         ("OpenMP", _openmp_text(report["openmp"])),
+        ("memory nodes", _memory_nodes_text(report["memory_nodes"])),
         ("versions", _versions_text(report["versions"])),
         ("cache", _cache_text(report["cache"])),
         ("self-test", _self_test_text(report["self_test"])),
@@ -234,6 +243,10 @@ def _selected_text(selected: Section) -> Text:
 def _openmp_text(found: Section) -> str:
     threads = f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}"
     return f"{threads}, {found['path'] or 'no runtime found in this process'}"
+
+
+def _memory_nodes_text(found: Section) -> str:
+    return f"{', '.join(map(str, found['numbers']))}; schedule {found['schedule']}"
 
 
 def _versions_text(versions: dict[str, str | None]) -> str:

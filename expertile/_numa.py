@@ -159,7 +159,7 @@ def _topology_tables(found: Topology, calls: dict[str, bool]) -> Iterator[Render
     yield table
     notes = Table.grid(padding=(0, 2))
     notes.add_row("threads", _threads(found))
-    notes.add_row("schedule", _schedule(found))
+    notes.add_row("schedule", schedule(found))
     usable = (f"{name} {'✓' if works else '✗ refused'}" for name, works in calls.items())
     notes.add_row("system calls", ", ".join(usable))
     yield notes
@@ -170,7 +170,8 @@ def _threads(found: Topology) -> str:
     return count if found.quota is None else f"{count}, for {found.quota:g} CPUs' time"
 
 
-def _schedule(found: Topology) -> str:
+def schedule(found: Topology) -> str:
+    """Whether weights are read node by node on such a machine, and why not."""
     if os.environ.get("EXPERTILE_NUMA") == "off":
         return "off: EXPERTILE_NUMA says so"
     if len(found.memory_nodes) < 2:

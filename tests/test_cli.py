@@ -76,7 +76,8 @@ def test_doctor_as_json() -> None:
     report = json.loads(process.stdout)
     assert report["self_test"]["passed"]
     assert report["self_test"]["error"] <= report["self_test"]["bound"]
-    assert tuple(report["isas"]) == isas.names()
+    assert tuple(report["isas"]) == (*isas.names(), *isas.byte_names())
+    assert report["memory_nodes"]["numbers"]
     assert report["isas"][report["selected"]["isa"]]["unavailable"] is None
     assert report["selected"]["forced"] == os.environ.get("EXPERTILE_ISA")
     assert report["amx"]["usable"] is (report["isas"]["amx"]["unavailable"] is None)

@@ -16,6 +16,7 @@ __all__ = [
     "TilePlan",
     "Variant",
     "by_name",
+    "byte_names",
     "for_bytes",
     "names",
     "select",
@@ -31,6 +32,11 @@ _BESIDE = dict(zip(_MODULES, (*_BYTES, _BYTES[-1]), strict=True))
 def names() -> tuple[str, ...]:
     """All ISA names, best first."""
     return _MODULES
+
+
+def byte_names() -> tuple[str, ...]:
+    """The names of those that multiply bytes, best first."""
+    return _BYTES
 
 
 @cache
