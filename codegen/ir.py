@@ -20,6 +20,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -219,8 +220,7 @@ class Value:
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
         """Pick lanes of this vector (0…n-1) and of `other` (n…2n-1)."""
         second = other.ir if other is not None else L.Constant(self.type, L.Undefined)
-        mask = L.Constant(vec(i32, len(lanes)), [L.Constant(i32, lane) for lane in lanes])
-        return self.b.wrap(self.b.llvm.shuffle_vector(self.ir, second, mask))
+        return self.b.wrap(self.b.llvm.shuffle_vector(self.ir, second, _lanes(*lanes)))
 
     def extract(self, lane: int) -> Value:
         return self.b.wrap(self.b.llvm.extract_element(self.ir, L.Constant(i32, lane)))
@@ -578,6 +578,12 @@ def _bytes(type_: L.Type) -> int:
     """Of a scalar or of a whole vector."""
     lanes = type_.count if isinstance(type_, L.VectorType) else 1
     return int(lanes * element_bytes(type_))
+
+
+@cache
+def _lanes(*lanes: int) -> L.Constant:
+    """The mask of a shuffle; making one takes longer than the rest of it."""
+    return L.Constant(vec(i32, len(lanes)), [L.Constant(i32, lane) for lane in lanes])
 
 
 def _bits(type_: L.Type) -> int:

@@ -6,6 +6,7 @@ this file compares the two for every number of rows and prints what the emulator
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -296,6 +297,7 @@ def compare_all(name: str) -> int:
 
 
 def main(name: str) -> None:
+    gc.freeze()  # see `conftest`
     emulated = not cpu.amx_status().usable
     if emulated:
         emulate_amx()

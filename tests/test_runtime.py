@@ -124,6 +124,7 @@ def _digest_with_threads(threads: int, shape: dict[str, Any]) -> str:
         {"OMP_THREAD_LIMIT": "2"},
         {"OMP_DYNAMIC": "true"},
         {"OMP_NUM_THREADS": "1"},
+        {"OMP_WAIT_POLICY": "active"},
         {"OMP_WAIT_POLICY": "passive", "OMP_PROC_BIND": "true"},
     ],
     ids=lambda env: " ".join(f"{name}={value}" for name, value in env.items()),

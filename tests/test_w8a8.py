@@ -6,6 +6,7 @@ what the emulator counted, as JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import sys
@@ -298,6 +299,7 @@ def test_amx() -> None:
 
 def main() -> None:
     """All of the above on emulated tiles, on one thread and on two."""
+    gc.freeze()  # see `conftest`
     emulate_amx()
     with oracle.running("amx"):
         check(each_number_of_tokens())
