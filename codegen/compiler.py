@@ -276,6 +276,7 @@ _NEEDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"avx512\.(mask\.)?vcvtps2ph\.512|avx512\.(mask\.)?vcvtph2ps\.512", ("avx512f",)),
     (r"avx512\.vp(dp\w+)\.512", ("avx512vnni",)),
     (r"avx512\.permvar\.hi\.512", ("avx512bw",)),
+    (r"avx512\.permvar\.hi\.256", ("avx512bw", "avx512vl")),
     (r"avx512\.vpermi2var\.qi\.512", ("avx512vbmi",)),
     (r"vcvtps2ph\.(128|256)", ("f16c",)),
     (r"avx2\.[\w.]+", ("avx2",)),

@@ -20,11 +20,12 @@ import numpy as np
 
 from expertile.codegen.cache import ObjectCache
 from expertile.codegen.errors import CodegenError
-from expertile.codegen.ir import Builder, Value, i64, ptr, tracer
+from expertile.codegen.ir import Builder, L, Value, i64, ptr, tracer, void
 
 LOAD = np.dtype([(name, np.int64) for name in ("thread", "address", "bytes", "rows", "stride")])
 """A load: the thread (its thread pointer), and `rows` times `bytes` bytes from `address` on, `stride` bytes apart."""
 
+_NOTE = "note_load"
 _CURSOR, _FIRST, _END = 0, 8, 16
 _HEADER = 64
 """Bytes in front of the loads: how many there were, and the addresses that are watched."""
@@ -62,23 +63,35 @@ class Log:
 
     def note(self, b: Builder, address: Value, size: Value, rows: int, stride: int) -> None:
         """The code of a note: see `ir.Tracer`."""
-        header = b.to_ptr(b.const(i64, self._memory.ctypes.data))
-        place = b.to_int(address)
-        before_end = place < header.at(_END).load(i64)
-        watched = before_end & (place + (size + (rows - 1) * stride) > header.at(_FIRST).load(i64))
+        if _NOTE not in b.module.globals:
+            self._define(b.module)
+        arguments = (address, size, b.const(i64, rows), b.const(i64, stride))
+        b.call(_NOTE, void, arguments)
+
+    def _define(self, module: L.Module) -> None:
+        """The function that takes a note, to be inlined."""
+        function = L.Function(module, L.FunctionType(void, [ptr, i64, i64, i64]), _NOTE)
+        function.linkage = "private"
+        function.attributes.add("alwaysinline")
+        with recording(None):  # it reads itself
+            b = Builder(module, function)
+        address, size, rows, stride = map(b.wrap, function.args)
+        header, place = b.to_ptr(b.const(i64, self._memory.ctypes.data)), b.to_int(address)
+        first, end = (header.at(offset).load(i64) for offset in (_FIRST, _END))
+        watched = (place < end) & (place + (rows - 1) * stride + size > first)
         number = b.atomic_add(header.at(_CURSOR), watched.zext(i64))
-        kept = watched & (number < self._capacity)
-        slot = b.select(kept, number, self._capacity)
-        into = header.at(_HEADER).at(slot * LOAD.itemsize)
+        slot = b.select(watched & (number < self._capacity), number, self._capacity)
+        into = header.at(slot * LOAD.itemsize + _HEADER)
         thread = b.to_int(b.call("llvm.thread.pointer", ptr, []))
-        values = (thread, place, size, b.const(i64, rows), b.const(i64, stride))
-        for index, value in enumerate(values):
+        for index, value in enumerate((thread, place, size, rows, stride)):
             into.at(8 * index).store(value)
+        b.ret()
+        b.finish()
 
 
 @contextmanager
-def recording(log: Log) -> Iterator[None]:
-    """Code that this thread writes meanwhile takes notes in a log."""
+def recording(log: Log | None) -> Iterator[None]:
+    """Code that this thread writes meanwhile takes notes in a log; or in none, as usual."""
     token = tracer.set(log)
     try:
         yield

@@ -23,7 +23,7 @@ from expertile.runtime import openmp, tensors
 from expertile.runtime.errors import ArgumentError, DtypeError, ExpertileError
 from expertile.runtime.numa import pages, plan
 from expertile.runtime.numa import topology as _topology
-from expertile.runtime.numa.groups import groups
+from expertile.runtime.numa.groups import fixed
 from expertile.runtime.numa.interleaving import Interleaving
 from expertile.runtime.numa.pages import Placement
 from expertile.runtime.numa.report import Memory, Part
@@ -168,7 +168,7 @@ def report(*weights: torch.Tensor | ExpertWeights) -> Report:
         part for number, each in enumerate(weights) for part in _parts(f"weights[{number}]", each)
     ]
     here = topology()
-    teams = groups(here, openmp.threads())
+    teams = fixed(here, openmp.threads())
     # Nodes without any CPUs are near to the group they go to. If they have some that are not ours, they are not.
     far = [node.number for node in here.nodes if node.sockets and not node.cpus]
     return Report(tuple(_report(*part, teams, far) for part in parts))

@@ -56,8 +56,8 @@ NUMA_PLAN = (
     *(f"{role}_{table}" for role in NUMA_ROLES for table in NUMA_TABLES),
     # parts of each row i32[phase][I]; the phase of each expert's matrices
     "gate_up_parts", "gate_phase", "up_phase", "down_phase",
-    # the group of each thread, the CPUs of each group as bit masks, 16 numbers in order
-    "thread_group", "group_cpus", "identity",
+    # the first group of each thread and where they end, the CPUs of each group as bit masks, 16 numbers in order
+    "thread_groups", "group_cpus", "identity",
 )  # fmt: skip
 NUMA_INTEGERS = (
     "node_groups",

@@ -16,7 +16,7 @@ from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.numa import plan as numa
-from expertile.runtime.numa.plan import Plan
+from expertile.runtime.numa.plan import Plan, Scratch
 from expertile.runtime.spec import LayerKernels
 from expertile.runtime.weights import ExpertWeights
 from expertile.templates import gates
@@ -47,17 +47,17 @@ class _Scratch:
 
 @lru_cache(maxsize=4096)
 def _scratch(
-    kernels: LayerKernels, plan: Plan | None, tokens: int, top_k: int, threads: int
+    kernels: LayerKernels, nodes: Scratch | None, tokens: int, top_k: int, threads: int
 ) -> _Scratch:
     """O(tokens · top_k · (H + I)) and, for each thread, the kernels' scratch and the sums of a down item."""
     shape = kernels.spec
     slots = tokens * top_k
     margin = 64  # layouts read up to a vector past the end
-    thread_bytes = _align((plan.kernels if plan else kernels).scratch_bytes)
-    if not plan:
+    thread_bytes = _align(nodes.kernel_bytes if nodes else kernels.scratch_bytes)
+    if not nodes:
         thread_bytes += _align(sums_bytes(tokens, kernels.row_unit) + margin)
     sizes = {
-        "counters": (plan.counters if plan else call.COUNTERS) * call.COUNTER_STRIDE,
+        "counters": (nodes.counters if nodes else call.COUNTERS) * call.COUNTER_STRIDE,
         "counts": 8 * shape.experts,
         "experts": call.EXPERT_BYTES * min(shape.experts, slots),
         "groups": call.GROUP_BYTES * slots,
@@ -69,8 +69,8 @@ def _scratch(
         "hidden_operand": kernels.operand_bytes[1] * slots + margin,
         "thread_scratch": thread_bytes * threads,
     }
-    if plan:
-        sizes |= plan.scratch(tokens, slots)
+    if nodes:
+        sizes |= nodes.sizes(tokens, slots)
     offsets, end = [], 0
     for size in sizes.values():
         offsets.append(end)
@@ -204,7 +204,8 @@ def _chunks(
     threads = openmp.threads()
     # There is no profile of a call in segments.
     plan = None if recorder else numa.find(kernels, places, threads)
-    size = _scratch(kernels, plan, tokens, top_k, threads).size
+    nodes = plan.scratch if plan else None
+    size = _scratch(kernels, nodes, tokens, top_k, threads).size
     step = tokens
     if size > SCRATCH_CAP and tokens > LEAST_CHUNK:
         step = max(LEAST_CHUNK, SCRATCH_CAP * tokens // size)
@@ -217,7 +218,7 @@ def _chunks(
                 (x, out, ids, router) if whole else (x[part], out[part], ids[part], router[part])
             )
             # Its own for the last chunk: with fewer tokens the sums of a down item may take more.
-            scratch = _scratch(kernels, plan, min(step, tokens - first), top_k, threads)
+            scratch = _scratch(kernels, nodes, min(step, tokens - first), top_k, threads)
             try:
                 _native(kernels, plan, space, scratch, threads, *arguments, places, recorder)
             except _BadId as error:

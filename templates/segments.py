@@ -15,7 +15,7 @@ A position is a row's place in the order of the segments: neighbours in a tile a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -218,8 +218,7 @@ class _RowCodes(Source):
 
     def tiles(self, e: Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> Tiles:
         assert isinstance(e, _SegmentEmitter)
-        rows = [e.row(self.first + top + row) for row in range(plan.rows)]
-        decoders = [self.format.decoder(e.b, e.isa.vectors, row, 0, first) for row in rows]
+        decoders = e.decoders(self.first, [top + row for row in range(plan.rows)], first)
 
         def decode(chunk: Value) -> Iterator[list[Any]]:
             for words in zip(*(row(chunk) for row in decoders), strict=True):
@@ -240,6 +239,18 @@ class _SegmentEmitter(Emitter):
         codes, scales = self.kernel.format.offsets(self.entry.row + number * self.kernel.apart)
         [matrix] = self.matrices
         return Matrix(matrix.codes.at(codes), matrix.scales.at(scales), matrix.factor)
+
+    def decoders(
+        self, top: Value, rows: list[Value], first: Value
+    ) -> list[Callable[[Value], Iterable[Value]]]:
+        """What gives chunks, from one of the unit from `first` on, of each of some rows of the 16 from `top` on."""
+        format_, vectors = self.kernel.format, self.isa.vectors
+        assert isinstance(format_, ByRows)
+        if format_.shared_rows == 1:
+            apart = format_.every(self.kernel.apart)
+            return apart.decoders(self.b, vectors, self.row(top), rows, first)
+        # Rows so far apart may have their scales in different rows of these.
+        return [format_.decoder(self.b, vectors, self.row(top + row), 0, first) for row in rows]
 
     def row_scales(self, first: Value, rows: int | Value) -> Value | None:
         """What the format wants the sums of rows `first`… multiplied by, in 16 lanes."""

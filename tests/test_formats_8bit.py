@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from formats_kit import assert_same, decode, rounded, staged, units
 
+from expertile.codegen.compiler import Target, compile_ir
+from expertile.codegen.ir import Module, i64, ptr
 from expertile.codegen.vectors import Vectors
 from expertile.templates.formats import Quantized, resolve
+from expertile.templates.formats.base import Matrix
 from expertile.templates.formats.fp8 import Fp8
 from expertile.templates.formats.fp8_block import Fp8Block
 from expertile.templates.formats.int8 import GroupedInt8, Int8
@@ -250,6 +254,42 @@ def test_staged_rows_are_the_decoded_ones(
     whole = decode(scheme, unit, codes, scales, None, rows, 512)
     expected[:rows] = whole[:, first:end]
     assert_same(staged(scheme, unit, codes, scales, None, rows, first, end), expected)
+
+
+def test_mxfp8_staged_with_every_scale(unit: Vectors) -> None:
+    scheme = resolve("mxfp8").laid_out(512)
+    scales = np.random.default_rng(7).permutation(256).astype(np.uint8).reshape(16, 16)
+    codes = np.random.default_rng(8).permutation(np.arange(16 * 512, dtype=np.uint16) % 256)
+    codes = codes.astype(np.uint8).reshape(16, 512)
+    expected = rounded(scheme.values(512, codes, scales))
+    assert_same(staged(scheme, unit, codes, scales, None, 16, 0, 512), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "mxfp8"])
+def test_rows_decoded_together(unit: Vectors, name: str, count: int) -> None:
+    columns = 128
+    scheme = resolve(name).laid_out(columns)
+    codes, scales = _example(name, count, columns)
+    assert scales is not None
+    if name in ("int8", "fp8"):  # whose scales are not applied to the rows
+        scales = _bytes(np.ones((count, 1), np.float32))
+    module = Module("together")
+    with module.function("together", dict.fromkeys(("codes", "scales", "into"), ptr)) as (b, arg):
+        matrix = Matrix(arg.codes, arg.scales, arg.codes)
+        rows = [b.const(i64, row) for row in range(count)]
+        decoders = scheme.decoders(b, unit, matrix, rows, b.const(i64, 0))
+        with b.loop(0, columns // 32) as chunk:
+            for row, decoder in enumerate(decoders):
+                for words in decoder(chunk):
+                    arg.into.at(2 * columns * row + chunk * 64).store(words)
+    got = np.empty((count, columns), np.uint16)
+    address = compile_ir("together", str(module), Target.host()).address
+    codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(address)
+    run(codes.ctypes.data, scales.ctypes.data, got.ctypes.data)
+    expected = rounded(scheme.values(columns, codes, scales))
+    assert_same((got.astype(np.uint32) << 16).view(np.float32), expected)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 32), (96, 160), (0, 416), (256, 416)])

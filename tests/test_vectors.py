@@ -178,6 +178,50 @@ def test_decode_signed_looks_up_in_memory(unit: Vectors) -> None:
     np.testing.assert_array_equal(got, table[codes & 127] ^ (codes & 128) << 8)
 
 
+def test_lookup_halves_has_a_table_for_each_half(unit: Vectors) -> None:
+    rng = np.random.default_rng(5)
+    index = rng.permutation(1 << 16).astype(np.uint16)
+    low, high = rng.integers(1 << 16, size=(2, len(index) // _LANES, 16), dtype=np.uint16)
+    repeated = (np.tile(table, 2).ravel() for table in (low, high))
+    got = _run(lambda b, x, y, i: unit.lookup_halves(b, x, y, i), np.uint16, *repeated, index)
+    rows, lanes = np.arange(len(index)) // _LANES, np.arange(len(index)) % _LANES
+    expected = np.where(lanes < 16, low[rows, index % 16], high[rows, index % 16])
+    np.testing.assert_array_equal(got, expected)
+
+
+def _twice(
+    decode: Callable[[Builder, Value, Value], tuple[Value, Value]], codes: np.ndarray
+) -> np.ndarray:
+    """What becomes of codes beside others: first as the first of the two, then as the second."""
+    others = np.random.default_rng(6).permutation(codes)
+    return np.concatenate(
+        [
+            _run(lambda b, x, y: decode(b, x, y)[0], np.uint16, codes, others),
+            _run(lambda b, x, y: decode(b, y, x)[1], np.uint16, codes, others),
+        ]
+    )
+
+
+def test_decode_signed_twice_is_decode_signed(unit: Vectors) -> None:
+    rng = np.random.default_rng(7)
+    table = rng.integers(1 << 16, size=128)
+    codes = np.concatenate([rng.permutation(256) for _ in range(16)]).astype(np.uint8)
+
+    def decode(b: Builder, x: Value, y: Value) -> tuple[Value, Value]:
+        address = b.constant_bytes(halves(table.tolist()))
+        return unit.decode_signed_twice(b, address, x, y)
+
+    expected = table[codes & 127] ^ (codes & 128).astype(int) << 8
+    np.testing.assert_array_equal(_twice(decode, codes), np.tile(expected, 2))
+
+
+def test_integers_twice_are_exact(unit: Vectors) -> None:
+    rng = np.random.default_rng(8)
+    codes = np.concatenate([rng.permutation(256) for _ in range(16)]).astype(np.uint8)
+    got = _twice(lambda b, x, y: unit.integers_twice(b, x, y), codes)
+    assert_same(_floats(got), np.tile(codes.view(np.int8), 2).astype(np.float32))
+
+
 # The kit --------------------------------------------------------------------------------------------------------------
 
 _OUT_OF_BOUNDS = """

@@ -25,6 +25,7 @@ class PortableExact(TileIsa):
     layout = PairLayout()
     multiply_cycles = 20.0
     latency_cycles = 8.0
+    unasked = 0.0  # nor would it help
     block_tokens = 64
     sum_bytes = 4
     summary = "AMX arithmetic to the bit, in plain vectors (slow)"

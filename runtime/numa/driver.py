@@ -151,8 +151,9 @@ def _body(b: Builder, f: SimpleNamespace) -> None:
     thread, first, end = b.var(i64, 0), b.var(i64, 0), b.var(i64, f.node_groups)
     with b.if_(f.threads > 1):
         thread.set(b.call_address(f.thread_number, i32, []).to(i64))
-        first.set(f.thread_group.at(thread.get() * 8).load(i64))
-        end.set(first.get() + 1)
+        served = f.thread_groups.at(thread.get() * 16)
+        first.set(served.load(i64))
+        end.set(served.at(8).load(i64))
     f.scratch = f.thread_scratch.at(thread.get() * f.thread_scratch_bytes)
     saved = f.saved_cpus.at(thread.get() * f.cpus_bytes)
     unknown = b.var(i32, -1)  # whether it is, where the thread was

@@ -114,3 +114,20 @@ def _proportional(threads: int, cpus: list[int]) -> list[int]:
     for _ in range(threads - len(cpus)):
         shares[max(range(len(cpus)), key=lambda group: cpus[group] / (shares[group] + 1))] += 1
     return shares
+
+
+def fixed(topology: Topology, threads: int) -> Groups:
+    """As :func:`groups`, but always as many, so that results don't depend on the number of threads.
+
+    With fewer threads than groups there is a thread for each group in the list, and `served` says who does its work.
+    """
+    nodes = sum(bool(node.cpus) for node in topology.nodes)
+    return groups(topology, max(threads, nodes))
+
+
+def served(groups: Groups, threads: int) -> tuple[tuple[int, int], ...]:
+    """The first of the groups that each of so many threads works for, and where they end."""
+    count = len(groups.cpus)
+    if threads >= count:
+        return tuple((group, group + 1) for group in groups.thread_group)
+    return tuple((t * count // threads, (t + 1) * count // threads) for t in range(threads))

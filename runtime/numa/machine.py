@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from expertile.runtime.numa.groups import Groups, groups
+from expertile.runtime.numa.groups import Groups, fixed
 from expertile.runtime.numa.interleaving import Interleaving, page_map
 from expertile.runtime.numa.topology import Topology, read
 
@@ -19,8 +19,8 @@ class ThisMachine:
         self.topology = topology
 
     def groups(self, threads: int) -> Groups:
-        """The teams of so many threads."""
-        return groups(self.topology, threads)
+        """The teams of so many threads, always as many of them."""
+        return fixed(self.topology, threads)
 
     def locate(self, ranges: Sequence[tuple[int, int]]) -> list[Interleaving | None]:
         """How the pages of each range (address, bytes) are spread. Ranges that are neighbours are asked for at once."""

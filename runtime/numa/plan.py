@@ -10,9 +10,9 @@ import ctypes
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from expertile.codegen.layouts import GROUP
 from expertile.runtime import call, choice, jit
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.numa.driver import counters
-from expertile.runtime.numa.groups import Groups
+from expertile.runtime.numa.groups import Groups, served
 from expertile.runtime.numa.interleaving import Interleaving
 from expertile.runtime.numa.segments import Geometry, Tables, tables
 from expertile.runtime.spec import DTYPES, KernelTable, LayerKernels, add_all
@@ -46,34 +46,73 @@ class Machine(Protocol):
         """Whether its groups are CPUs that threads can be moved to."""
 
     def groups(self, threads: int) -> Groups:
-        """The teams of so many threads."""
+        """The teams of so many threads. What teams there are, threads don't change: results depend on it."""
 
     def locate(self, ranges: Sequence[tuple[int, int]]) -> list[Interleaving | None]:
         """How the pages of each range (address, bytes) are spread over the nodes, if in a pattern."""
+
+
+class Scratch(NamedTuple):
+    """What the scratch of a call depends on beside its tokens."""
+
+    groups: int
+    threads: int
+    mask_bytes: int
+    kernel_bytes: int
+    """The kernels' own, for each thread."""
+    most_parts: int
+    projections: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def counters(self) -> int:
+        """Counters of work items."""
+        return counters(self.groups)
+
+    def sizes(self, tokens: int, slots: int) -> dict[str, int]:
+        """Bytes of `call.NUMA_SCRATCH`; layouts read up to a vector past the end."""
+        sizes = (
+            8 * slots,
+            4 * self.most_parts * self.projections * self.intermediate * slots + 64,
+            2 * self.intermediate * slots + 64,
+            4 * self.groups * self.hidden * tokens + 64,
+            self.mask_bytes * self.threads,
+        )
+        return dict(zip(call.NUMA_SCRATCH, sizes, strict=True))
 
 
 class Plan:
     """A layer's weights in segments: kernels, tables and threads. Holds what the driver has addresses of."""
 
     def __init__(
-        self, kernels: LayerKernels, places: Places, groups: Groups, machine: Machine
+        self,
+        kernels: LayerKernels,
+        places: Places,
+        groups: Groups,
+        threads: int,
+        machine: Machine,
     ) -> None:
-        self.groups = groups
         self.gate_up, self.down = (
             _Role(kernels, format_, matrices, groups, machine)
             for format_, matrices in zip(kernels.formats, _matrices(kernels, places), strict=True)
         )
         apart = self.gate_up.tables.apart, self.down.tables.apart
         self.kernels = _segment_kernels(kernels, *apart)
-        self.counters = counters(len(groups.cpus))
-        self._projections = kernels.spec.projections
-        self._hidden, self._intermediate = kernels.spec.hidden, kernels.spec.intermediate
-        self._affinity = _affinity() if machine.pins else (0, 0)
         self._cpus = _masks(groups)
-        phases = self.gate_up.tables.phase.reshape(self._projections, -1)
+        # A thread that works for several groups has no place of its own.
+        moves = machine.pins and threads >= len(groups.cpus)
+        self._affinity = _affinity() if moves else (0, 0)
+        spec = kernels.spec
+        most_parts = self.gate_up.tables.most_parts
+        self.scratch = Scratch(
+            len(groups.cpus), threads, self._cpus[0].nbytes, self.kernels.scratch_bytes, most_parts,
+            spec.projections, spec.hidden, spec.intermediate,
+        )  # fmt: skip
+        phases = self.gate_up.tables.phase.reshape(spec.projections, -1)
         self._arrays = (
             self.gate_up.tables.parts, phases[0], phases[-1], self.down.tables.phase,
-            np.array(groups.thread_group, np.int64), self._cpus, np.arange(GROUP, dtype=np.int32),
+            np.array(served(groups, threads), np.int64), self._cpus, np.arange(GROUP, dtype=np.int32),
         )  # fmt: skip
         self._fields: dict[str, tuple[int, ...]] = {}
 
@@ -83,18 +122,6 @@ class Plan:
         placed = [where for role in (self.gate_up, self.down) for _, where in role.matrices]
         return sum(where is not None for where in placed) / len(placed)
 
-    def scratch(self, tokens: int, slots: int) -> dict[str, int]:
-        """Bytes of `call.NUMA_SCRATCH`."""
-        part = 4 * self._projections * self._intermediate * slots
-        sizes = (
-            8 * slots,
-            self.gate_up.tables.most_parts * part + 64,
-            2 * self._intermediate * slots + 64,
-            len(self._cpus) * 4 * self._hidden * tokens + 64,
-            self._cpus[0].nbytes * len(self.groups.thread_group),
-        )
-        return dict(zip(call.NUMA_SCRATCH, sizes, strict=True))
-
     def fields(self, dtype: str) -> tuple[int, ...]:
         """The fields `call.NUMA_PLAN` and `call.NUMA_INTEGERS` for hidden states of a dtype."""
         found = self._fields.get(dtype)
@@ -102,9 +129,9 @@ class Plan:
             found = self._fields[dtype] = (
                 *self.gate_up.addresses, *self.down.addresses,
                 *(array.ctypes.data for array in self._arrays),
-                len(self._cpus), self.gate_up.tables.most_parts, self._projections,
+                self.scratch.groups, self.scratch.most_parts, self.scratch.projections,
                 *self.gate_up.counts, *self.down.counts,
-                self._cpus[0].nbytes, *self._affinity, *self.kernels.ends(dtype),
+                self.scratch.mask_bytes, *self._affinity, *self.kernels.ends(dtype),
             )  # fmt: skip
         return found
 
@@ -158,7 +185,8 @@ def _items(block_first: np.ndarray) -> np.ndarray:
 def _masks(groups: Groups) -> np.ndarray:
     """The CPUs of each group as the C library wants them."""
     most = max((cpu for cpus in groups.cpus for cpu in cpus), default=0)
-    masks = np.zeros((len(groups.cpus), max(16, most // 64 + 1)), np.uint64)
+    # Linux refuses to write a thread's CPUs where there is no room for all it was built for: 8192, at most.
+    masks = np.zeros((len(groups.cpus), max(128, most // 64 + 1)), np.uint64)
     for mask, cpus in zip(masks, groups.cpus, strict=True):
         for cpu in cpus:
             mask[cpu // 64] |= np.uint64(1 << cpu % 64)
@@ -284,14 +312,16 @@ _MOST_PLANS = 4096
 
 def find(kernels: LayerKernels, places: Places, threads: int) -> Plan | None:
     """The plan for weights at such places; None if they are computed as on one node."""
-    if machine is None:
+    here = machine
+    if here is None:
         return None
-    key = kernels, places, threads, machine
-    if key not in _plans:
-        if len(_plans) >= _MOST_PLANS:  # of weights that are gone, most likely
-            forget()
-        _plans[key] = _make(kernels, places, threads, machine)
-    return _plans[key]
+    key = kernels, places, threads, here
+    with suppress(KeyError):  # rather than look twice: another thread may forget it in between
+        return _plans[key]
+    if len(_plans) >= _MOST_PLANS:  # of weights that are gone, most likely
+        forget()
+    plan = _plans[key] = _make(kernels, places, threads, here)
+    return plan
 
 
 def _make(kernels: LayerKernels, places: Places, threads: int, machine: Machine) -> Plan | None:
@@ -300,7 +330,7 @@ def _make(kernels: LayerKernels, places: Places, threads: int, machine: Machine)
     groups = machine.groups(threads)
     if len(groups.cpus) < 2:
         return None
-    plan = Plan(kernels, places, groups, machine)
+    plan = Plan(kernels, places, groups, threads, machine)
     if plan.share < 1:
         _say_once(plan.share)
     return plan

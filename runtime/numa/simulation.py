@@ -29,7 +29,7 @@ from expertile.codegen.tracing import Log, recording
 from expertile.runtime import layer, openmp
 from expertile.runtime.matrices import LayerWeights, Matrix
 from expertile.runtime.numa import plan
-from expertile.runtime.numa.groups import Groups, groups
+from expertile.runtime.numa.groups import Groups, fixed, served
 from expertile.runtime.numa.interleaving import Interleaving
 from expertile.runtime.numa.topology import Node, Topology
 from expertile.runtime.spec import LayerKernels
@@ -86,8 +86,8 @@ class LogicalMachine:
         return cls(topology, Interleaving(page_bytes, tuple(range(nodes))))
 
     def groups(self, threads: int) -> Groups:
-        """The teams of so many threads."""
-        return groups(self.topology, threads)
+        """The teams of so many threads, always as many of them."""
+        return fixed(self.topology, threads)
 
     def locate(self, ranges: Sequence[tuple[int, int]]) -> list[Interleaving | None]:
         """The rule of each range (address, bytes); None if it is under more than one."""
@@ -179,7 +179,23 @@ def read(
         log.watch(*_around(weights))
         y = layer.execute(kernels, x, weights, topk_ids, topk_weights)
     threads = openmp.threads()
-    return y, Reads(machine, machine.groups(threads), _numbered(log.loads(), threads))
+    teams = _teams(machine.groups(threads), threads)
+    return y, Reads(machine, teams, _numbered(log.loads(), threads))
+
+
+def _teams(groups: Groups, threads: int) -> Groups:
+    """The groups, or where there are fewer threads, those that a thread works for as one."""
+    if threads >= len(groups.cpus):
+        return groups
+    parts = [range(*part) for part in served(groups, threads)]
+    cpus = tuple(frozenset().union(*(groups.cpus[group] for group in part)) for part in parts)
+    owner = {
+        node: thread
+        for node, group in groups.owner.items()
+        for thread, part in enumerate(parts)
+        if group in part
+    }
+    return Groups(owner, tuple(range(threads)), cpus)
 
 
 @cache
@@ -208,7 +224,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _numbered(loads: np.ndarray, threads: int) -> np.ndarray:
     """Loads of several rows as one read a row, with thread numbers."""
-    pointers = _thread_pointers(threads)
+    pointers = thread_pointers(threads)
     order = np.argsort(pointers)
     which = np.repeat(np.arange(len(loads)), loads["rows"])
     row = np.arange(len(which)) - (np.cumsum(loads["rows"]) - loads["rows"])[which]
@@ -219,7 +235,7 @@ def _numbered(loads: np.ndarray, threads: int) -> np.ndarray:
     return found
 
 
-def _thread_pointers(threads: int) -> np.ndarray:
+def thread_pointers(threads: int) -> np.ndarray:
     """The thread pointer of each thread of the team, int64 `[threads]`: OpenMP keeps numbers from region to region."""
     omp = openmp.runtime()
     table = np.zeros(threads + 1, np.int64)

@@ -116,6 +116,9 @@ class ByRows(WeightFormat):
     step: ClassVar[int] = 1
     """Chunks among them that are decoded at once; it divides `unit`."""
 
+    shared_rows: ClassVar[int] = 1
+    """Rows that share a row of scales."""
+
     def unit_of(self, chunks: int) -> int:
         """`unit`, or less in rows of a number of chunks that it does not divide."""
         return self.unit if chunks % self.unit == 0 else self.step

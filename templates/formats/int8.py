@@ -8,18 +8,19 @@ The value is q · s, as compressed-tensors' "int-quantized" has it with strategi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from expertile.codegen.ir import Builder, Value, i8, i32, vec
 from expertile.codegen.layouts import CHUNK, GROUP
-from expertile.codegen.vectors import Vectors
+from expertile.codegen.vectors import Vectors, Words
 from expertile.templates.formats.base import Matrix
 from expertile.templates.formats.in_place import InPlace
 from expertile.templates.formats.quantized import (
     SCALE_BYTES,
+    ByTwos,
     Floats,
     Part,
     Quantized,
@@ -28,20 +29,16 @@ from expertile.templates.formats.quantized import (
     splat_number,
 )
 
+_MANY = 8
+"""Rows that are decoded two by two: a pass of fewer rows has more tokens, whose sums take the tables' registers."""
+
 
 @dataclass(frozen=True)
-class Int8(Quantized):
-    """A scale for each row.
-
-    Chunks are the integers themselves, exact in bf16, and the scale multiplies the fp32 sums: no weight is rounded.
-    """
+class Integers(Quantized):
+    """A scale for each row, which multiplies the fp32 sums."""
 
     scale: str = "float32"
     """The dtype of the scales: float32, bfloat16 or float16."""
-
-    name = "int8"
-    decode_cycles = 4.2
-    stage_cycles = 4.2
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         scales = self.scale_bytes(columns) // SCALE_BYTES[self.scale]
@@ -69,22 +66,48 @@ class Int8(Quantized):
         with np.errstate(invalid="ignore"):  # 0 · ∞ is NaN, as in a kernel
             return (groups * factors[..., None]).reshape(codes.shape)
 
+    def row_scale(self, b: Builder, matrix: Matrix, rows: int) -> Value | None:
+        return row_numbers(b, matrix.scales, self.scale_row_bytes, self.scale, rows)
+
+
+@dataclass(frozen=True)
+class Int8(ByTwos, Integers):
+    """A scale for each row.
+
+    Chunks are the integers themselves, exact in bf16, and the scale multiplies the fp32 sums: no weight is rounded.
+    """
+
+    name = "int8"
+    decode_cycles = 4.7
+    stage_cycles = 3.2
+
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
         codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
         return vectors.pack_bf16(b, *load_integers(b, codes))
 
+    def both(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], chunk: Value
+    ) -> tuple[Value, Value]:
+        places = (matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK) for row in rows)
+        low, high = vectors.integers_twice(b, *(place.load(vec(i8, CHUNK)) for place in places))
+        return low.bitcast(Words), high.bitcast(Words)
+
+    def decoders(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], first: Value
+    ) -> list[Callable[[Value], Iterable[Value]]]:
+        if len(rows) >= _MANY:
+            return super().decoders(b, vectors, matrix, rows, first)
+        return [self.decoder(b, vectors, matrix, row, first) for row in rows]
+
     def in_place(self) -> Int8InPlace:
         """The format of the same matrix where bytes are multiplied."""
         return Int8InPlace(self.row_bytes, self.scale_row_bytes, self.scale)
 
-    def row_scale(self, b: Builder, matrix: Matrix, rows: int) -> Value | None:
-        return row_numbers(b, matrix.scales, self.scale_row_bytes, self.scale, rows)
-
 
 @dataclass(frozen=True)
-class Int8InPlace(InPlace, Int8):
+class Int8InPlace(InPlace, Integers):
     """The same for a machine that multiplies bytes (W8A8): its rows are tiles as they lie."""
 
     row_bytes: int = 0
@@ -93,7 +116,7 @@ class Int8InPlace(InPlace, Int8):
 
 
 @dataclass(frozen=True)
-class GroupedInt8(Int8):
+class GroupedInt8(Integers):
     """A scale for each `group` elements of a row.
 
     A weight is q · s, formed in fp32 and rounded to bf16: it is off by up to 2⁻⁸ of itself (products in a layer by less

@@ -40,8 +40,8 @@ class Q4K(Blocks):
     block = _BLOCK
     unit = _BLOCK // CHUNK
     step = 2
-    decode_cycles = 5.5
-    stage_cycles = 5.0
+    decode_cycles = 5.2
+    stage_cycles = 4.2
 
     def block_values(self, blocks: np.ndarray) -> np.ndarray:
         d, dmin = np.moveaxis(blocks[..., :_SCALES].view(np.float16).astype(np.float64), -1, 0)
@@ -119,8 +119,8 @@ def _two_runs(
 def _table(b: Builder, factors: Value) -> Value:
     """What the 16 codes of a run are worth, from the address of d · sc."""
     scale, minimum = (b.splat(factors.at(offset).load(f32), GROUP) for offset in (0, 32))
-    # The product is exact, so that it is the same on a CPU without FMA.
-    return b.fmuladd(b.const(Floats, list(range(GROUP))), scale, -minimum)
+    # The product is exact. Two instructions that broadcast from memory take less than one and a broadcast.
+    return b.const(Floats, list(range(GROUP))) * scale - minimum
 
 
 SCHEMES = {"q4_K": Q4K()}

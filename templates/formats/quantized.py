@@ -11,7 +11,7 @@ of its sign, what is too large becomes infinity, and a NaN scale gives NaN.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -46,8 +46,6 @@ class Quantized(ByRows):
     """K must be a multiple of it."""
     halves: ClassVar[tuple[int, ...]] = ()
     """Where among the codes of a block there are fp16 scales, in bytes."""
-    shared_rows: ClassVar[int] = 1
-    """Rows that share a row of scales."""
 
     # Check -----------------------------------------------------------------------------------------------------------
 
@@ -148,6 +146,84 @@ class Quantized(ByRows):
         with b.loop(first // CHUNK, end // CHUNK) as chunk:
             words = self.words(b, vectors, matrix, row, chunk)
             into.at((chunk - first // CHUNK) * (2 * CHUNK)).store(words)
+
+
+@dataclass(frozen=True)
+class ByTwos(Quantized):
+    """A format for which a chunk of two rows is less work than twice that of one."""
+
+    @abstractmethod
+    def both(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], chunk: Value
+    ) -> tuple[Value, Value]:
+        """What `words` gives for each of two rows."""
+
+    def decoders(
+        self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], first: Value
+    ) -> list[Callable[[Value], Iterable[Value]]]:
+        return by_twos(
+            rows,
+            lambda two, chunk: self.both(b, vectors, matrix, two, chunk),
+            lambda row, chunk: self.words(b, vectors, matrix, row, chunk),
+        )
+
+    def stage_rows(
+        self,
+        b: Builder,
+        vectors: Vectors,
+        matrix: Matrix,
+        rows: int,
+        first: int,
+        end: int,
+        into: Value,
+        stride: int,
+    ) -> None:
+        start, stop = first // CHUNK, end // CHUNK
+        even = rows // 2 * 2
+        with b.loop(0, even, 2) as row, b.loop(start, stop) as chunk:
+            place = into.at(row * stride + (chunk - start) * (2 * CHUNK))
+            low, high = self.both(b, vectors, matrix, (row, row + 1), chunk)
+            place.store(low)
+            place.at(stride).store(high)
+        if even < rows:
+            last = b.const(i64, even)
+            self.stage_row(b, vectors, matrix, last, first, end, into.at(even * stride))
+
+
+def by_twos(
+    rows: Sequence[Value],
+    both: Callable[[Sequence[Value], Value], Sequence[Value]],
+    one: Callable[[Value, Value], Value],
+) -> list[Callable[[Value], Iterable[Value]]]:
+    """Decoders of rows, of which neighbours are decoded together: `both(two rows, chunk)`, or `one(row, chunk)`."""
+    found: list[Callable[[Value], Iterable[Value]]] = []
+    for first in range(0, len(rows) - 1, 2):
+        shared = _Shared(rows[first : first + 2], both)
+        found += [shared.decoder(0), shared.decoder(1)]
+    if len(rows) % 2:
+        found.append(lambda chunk: [one(rows[-1], chunk)])
+    return found
+
+
+class _Shared:
+    """Two rows: whichever is asked for a chunk first has it decoded for both."""
+
+    def __init__(
+        self, rows: Sequence[Value], both: Callable[[Sequence[Value], Value], Sequence[Value]]
+    ) -> None:
+        self._rows, self._both = rows, both
+        self._chunk: Value | None = None
+        self._words: Sequence[Value] = ()
+
+    def decoder(self, number: int) -> Callable[[Value], Iterable[Value]]:
+        """Of the first or the second."""
+
+        def decode(chunk: Value) -> Iterable[Value]:
+            if self._chunk is not chunk:
+                self._chunk, self._words = chunk, self._both(self._rows, chunk)
+            return [self._words[number]]
+
+        return decode
 
 
 # Numbers in memory ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from expertile.codegen.ir import Builder, Value, i8, i16, i32, i64, vec
 from expertile.codegen.layouts import CHUNK, GROUP
-from expertile.codegen.vectors import Vectors
+from expertile.codegen.vectors import Halves, Vectors
 from expertile.templates.formats.quantized import (
     BYTE_SCALES,
     SCALE_BYTES,
@@ -28,13 +28,23 @@ from expertile.templates.formats.quantized import (
 def products(
     b: Builder, vectors: Vectors, values: tuple[float, ...], dtype: str, address: Value
 ) -> Value:
-    """The bf16 bits of 16 code values times the scale at an address, twice: an i16 vector of 32 lanes."""
+    """The bf16 bits of 16 code values times the scale at an address: an i16 vector."""
     if SCALE_BYTES[dtype] == 1:
-        return scaled_table(b, values, dtype, address, CHUNK)
+        return scaled_table(b, values, dtype, address)
     if SCALE_BYTES[dtype] == 2:
         return _scale_tables(values, dtype).load(b, address)
     table = b.const(Floats, list(values)) * splat_number(b, address, dtype)
-    return vectors.pack_bf16(b, table, table).bitcast(vec(i16, CHUNK))
+    return vectors.pack_bf16(b, table, table).bitcast(Halves).shuffle(range(GROUP))
+
+
+def twice(table: Value) -> Value:
+    """A table of 16, for `lookup` of an index of 4 bits below whatever others."""
+    return table.shuffle([*range(GROUP)] * 2)
+
+
+def once(table: Value) -> Value:
+    """The same for an index of 4 bits and nothing else: to mask the index takes less than to repeat a table."""
+    return table.shuffle(range(CHUNK))
 
 
 def scaled_table(
@@ -54,7 +64,6 @@ def scaled_table(
 
 
 _SIGN = 1 << 15
-_TWICE = [*range(GROUP)] * 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class _ScaleTables:
         return cls(bits, rows, np.tile(blocks, 2), np.concatenate([moves, moves ^ _SIGN]))
 
     def load(self, b: Builder, address: Value) -> Value:
-        """The products with the scale at an address, twice: an i16 vector of 32 lanes."""
+        """The products with the scale at an address: an i16 vector of 16 lanes."""
         scale = address.load(i16).zext(i64)
         upper = scale >> self.mantissa_bits
         block = b.constant_bytes(self.blocks.tobytes()).at(upper * 4).load(i32).zext(i64)
@@ -104,7 +113,7 @@ class _ScaleTables:
             b.constant_bytes(table.tobytes()).at(number * 32).load(vec(i16, GROUP), align=32)
             for table, number in ((self.rows, row), (self.moves, upper))
         )
-        return product.shuffle(_TWICE) + move.shuffle(_TWICE)
+        return product + move
 
 
 @cache
