@@ -63,6 +63,10 @@ def save(periods: Sequence[Period], path: Path) -> None:
 
     Raises ExpertileError without Matplotlib, ArgumentError for a path that can't be written.
     """
+    if not path.parent.is_dir():
+        raise ArgumentError(
+            f"--png: expected a file in a folder that is there, got {path}; make {path.parent} first"
+        )
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
