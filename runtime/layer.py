@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,11 +15,13 @@ from expertile.runtime import call, checks, jit, openmp, spec, workspace
 from expertile.runtime.driver import most_items, sums_bytes
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights, Matrix
-from expertile.runtime.numa import plan as numa
-from expertile.runtime.numa.plan import Plan, Scratch
+from expertile.runtime.numa import active
 from expertile.runtime.spec import LayerKernels
 from expertile.runtime.weights import ExpertWeights
 from expertile.templates import gates
+
+if TYPE_CHECKING:
+    from expertile.runtime.numa.plan import Plan, Scratch
 
 SCRATCH_CAP = 512 << 20
 """Scratch bytes above which a call is cut into chunks of tokens."""
@@ -117,7 +119,7 @@ def prepare(weights: LayerWeights, top_k: int) -> LayerKernels:
 
 def plan_ahead(kernels: LayerKernels, weights: LayerWeights, rows: Iterable[int] | None) -> None:
     """Do now what a first call would do on a machine of several memory nodes; compile for `rows` tokens an expert."""
-    found = numa.find(kernels, _places(kernels, weights), openmp.threads())
+    found = active.find(kernels, _places(kernels, weights), openmp.threads())
     if found:
         found.kernels.compile(rows)
 
@@ -203,7 +205,7 @@ def _chunks(
     tokens, top_k = ids.shape
     threads = openmp.threads()
     # There is no profile of a call in segments.
-    plan = None if recorder else numa.find(kernels, places, threads)
+    plan = None if recorder else active.find(kernels, places, threads)
     nodes = plan.scratch if plan else None
     size = _scratch(kernels, nodes, tokens, top_k, threads).size
     step = tokens

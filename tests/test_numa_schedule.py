@@ -30,7 +30,7 @@ from expertile.codegen.tracing import Unkept
 from expertile.runtime import layer, openmp
 from expertile.runtime.errors import ArgumentError
 from expertile.runtime.matrices import LayerWeights
-from expertile.runtime.numa import plan, simulation
+from expertile.runtime.numa import active, plan, simulation
 from expertile.runtime.numa.interleaving import Interleaving
 from expertile.runtime.numa.simulation import LogicalMachine, Stretch, declared
 from expertile.runtime.samples import random_weights
@@ -48,7 +48,7 @@ def computed(
     case: oracle.Case, machine: LogicalMachine | None, threads: int, **changes: Any
 ) -> Tensor:
     """The layer on a machine, with so many threads."""
-    with oracle.threads(threads), plan.using(machine):
+    with oracle.threads(threads), active.using(machine):
         return case.run(**changes)
 
 
@@ -214,7 +214,7 @@ def test_same_bits_in_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bound_layers_have_the_same_bits() -> None:
     case, machine = shaped("halves", 17), LogicalMachine.even(2)
     spec = expertile.ExpertSpec(4096, 128, experts=3, top_k=3)
-    with oracle.threads(2), plan.using(machine):
+    with oracle.threads(2), active.using(machine):
         bound = expertile.compile(spec, rows=[]).bind(case.gate_up, case.down)
         y = bound(case.x, case.ids, case.router)
     oracle.assert_same_bits(y, computed(case, machine, 2))
@@ -283,19 +283,19 @@ def test_nodes_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     case = oracle.make_case(1, tokens=5, experts=4, top_k=2, hidden=64, intermediate=4096)
     case = replace(case, x=case.x.float())
     monkeypatch.setenv("EXPERTILE_NUMA", "off")
-    ignored = plan._this_machine()
+    ignored = active.this_machine()
     assert ignored is None
     expected = computed(case, ignored, 2)
     several = computed(case, LogicalMachine.even(2), 2)
     assert not torch.equal(several, expected)  # the rows of down are divided
-    with plan.using(LogicalMachine.even(2)):
+    with active.using(LogicalMachine.even(2)):
         oracle.assert_same_bits(computed(case, None, 2), expected)
 
 
 def test_unknown_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTILE_NUMA", "on")
     with pytest.raises(ArgumentError, match='EXPERTILE_NUMA: expected "auto" or "off", got \'on\''):
-        plan._this_machine()
+        active.this_machine()
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -319,7 +319,7 @@ def test_what_has_no_rows_in_memory_is_computed_as_on_one_node() -> None:
     )
     found = []
     for each in (machine, None):
-        with oracle.threads(2), plan.using(each):
+        with oracle.threads(2), active.using(each):
             found.append(layer.run(case.x, weights, case.ids, case.router))
     oracle.assert_same_bits(*found)
 
@@ -331,7 +331,7 @@ def test_python_threads_at_once() -> None:
     """Each has an OpenMP team of its own."""
     cases_ = [shaped(name, 17) for name in ("whole rows", "halves", "long periods")]
     machine, wrong = LogicalMachine.even(2), []
-    with oracle.threads(2), plan.using(machine):
+    with oracle.threads(2), active.using(machine):
         expected = [case.run() for case in cases_]
 
         def work(number: int) -> None:
@@ -355,7 +355,7 @@ def _forked() -> list[str]:
     import oracle
     from subprocesses import digest, in_fork
 
-    from expertile.runtime.numa import plan
+    from expertile.runtime.numa import active
     from expertile.runtime.numa.simulation import LogicalMachine
 
     sizes = {"experts": 2, "top_k": 2, "hidden": 1024, "intermediate": 256, "nowhere": 0}
@@ -364,7 +364,7 @@ def _forked() -> list[str]:
     def child() -> str:
         return digest(case.run())
 
-    with oracle.threads(2), plan.using(LogicalMachine.even(2)):
+    with oracle.threads(2), active.using(LogicalMachine.even(2)):
         first = in_fork(child)
         y = case.run()
         again = in_fork(child)
@@ -385,12 +385,12 @@ def _check_twice(sizes: dict[str, Any]) -> None:
     import oracle
     import torch
 
-    from expertile.runtime.numa import plan
+    from expertile.runtime.numa import active
     from expertile.runtime.numa.simulation import LogicalMachine
 
     case = oracle.make_case(1, tokens=19, experts=3, top_k=3, **sizes)
     case.ids.copy_(torch.arange(3))
-    with oracle.threads(3), plan.using(LogicalMachine.even(3)):
+    with oracle.threads(3), active.using(LogicalMachine.even(3)):
         y, again = case.run(), case.run()
     oracle.check(case, y)
     oracle.assert_same_bits(again, y)
@@ -535,10 +535,10 @@ def test_threads_really_move_and_nobody_else_does(
         if own:
             os.sched_setaffinity(0, here)
         torch.set_num_threads(3)
-        with plan.using(replace(machine, pins=False)):
+        with active.using(replace(machine, pins=False)):
             expected = case.run()  # now all threads are there
         before = _masks()
-        with plan.using(machine):
+        with active.using(machine):
             y = case.run()
         after = _masks()
         if not torch.equal(oracle.bits(y), oracle.bits(expected)):

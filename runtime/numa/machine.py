@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from expertile.runtime.numa.groups import Groups, fixed
 from expertile.runtime.numa.interleaving import Interleaving, page_map
-from expertile.runtime.numa.topology import Topology, read
+from expertile.runtime.numa.topology import Topology
 
 
 class ThisMachine:
@@ -47,10 +46,3 @@ def _runs(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
             runs.append([number])
             end = address + size
     return runs
-
-
-@cache
-def this_machine() -> ThisMachine | None:
-    """This machine; None if it has a single memory node, or CPUs of a single one are ours."""
-    topology = read()
-    return ThisMachine(topology) if len([n for n in topology.nodes if n.cpus]) > 1 else None

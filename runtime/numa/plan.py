@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,6 @@ from expertile.codegen import isa as isas
 from expertile.codegen.isa import Variant
 from expertile.codegen.layouts import GROUP
 from expertile.runtime import call, choice, jit
-from expertile.runtime.errors import ArgumentError
 from expertile.runtime.numa.driver import counters
 from expertile.runtime.numa.groups import Groups, served
 from expertile.runtime.numa.interleaving import Interleaving
@@ -310,11 +309,8 @@ _plans: dict[Any, Plan | None] = {}
 _MOST_PLANS = 4096
 
 
-def find(kernels: LayerKernels, places: Places, threads: int) -> Plan | None:
-    """The plan for weights at such places; None if they are computed as on one node."""
-    here = machine
-    if here is None:
-        return None
+def find(kernels: LayerKernels, places: Places, threads: int, here: Machine) -> Plan | None:
+    """The plan for weights at such places on a machine; None if they are computed as on one node."""
     key = kernels, places, threads, here
     with suppress(KeyError):  # rather than look twice: another thread may forget it in between
         return _plans[key]
@@ -356,30 +352,3 @@ def _say_once(share: float) -> None:
 def forget() -> None:
     """Plan anew at the next calls: for weights whose pages were moved."""
     _plans.clear()
-
-
-def _this_machine() -> Machine | None:
-    """This machine, if it has several nodes and EXPERTILE_NUMA does not say "off"."""
-    mode = os.environ.get("EXPERTILE_NUMA", "auto")
-    if mode not in ("auto", "off"):
-        raise ArgumentError(f'EXPERTILE_NUMA: expected "auto" or "off", got {mode!r}')
-    if mode == "off":
-        return None
-    from expertile.runtime.numa.machine import this_machine
-
-    return this_machine()
-
-
-@contextmanager
-def using(other: Machine | None) -> Iterator[None]:
-    """Take the machine for another one, or for one of a single node, in all threads of the process."""
-    global machine
-    before, machine = machine, other
-    try:
-        yield
-    finally:
-        machine = before
-
-
-machine: Machine | None = _this_machine()
-"""The machine; None: with one memory node, or taken for such a one."""

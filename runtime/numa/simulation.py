@@ -3,7 +3,7 @@
 A logical machine says which CPUs and pages are whose, by formula; threads and memory are this machine's.
 
     machine = LogicalMachine.even(4)                      # four nodes, pages of 4 KiB dealt out to them in turn
-    with plan.using(machine):
+    with active.using(machine):
         y = expertile.fused_experts(…)                    # in segments, as four nodes would do it
     y, reads = read(machine, LayerWeights(gate_up, down), x, topk_ids, topk_weights)
     reads.remote(down.data_ptr(), down.nbytes)            # bytes read by threads of other nodes, bytes read in all
@@ -28,7 +28,7 @@ from expertile.codegen.ir import Module, i32, i64, ptr
 from expertile.codegen.tracing import Log, recording
 from expertile.runtime import layer, openmp
 from expertile.runtime.matrices import LayerWeights, Matrix
-from expertile.runtime.numa import plan
+from expertile.runtime.numa import active
 from expertile.runtime.numa.groups import Groups, fixed, served
 from expertile.runtime.numa.interleaving import Interleaving
 from expertile.runtime.numa.topology import Node, Topology
@@ -174,7 +174,7 @@ def read(
     fused_experts raises, and CodegenError if there are more than about four million loads: the weights should be small.
     """
     prepared, log = layer.prepare(weights, topk_ids.shape[1]), _log()
-    with plan.using(machine), recording(log):
+    with active.using(machine), recording(log):
         kernels = LayerKernels(prepared.spec, prepared.stored, prepared.isa)
         log.watch(*_around(weights))
         y = layer.execute(kernels, x, weights, topk_ids, topk_weights)

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import torch
 
-from expertile.runtime.numa import interleaving, plan, topology
+from expertile.runtime.numa import active, interleaving, plan, topology
 
 from . import layers, memory
 from .placements import Placed
@@ -82,13 +82,13 @@ def layer(placed: Placed) -> Facts:
     as_imported = case.run()  # with what was known before there was a cpuset
     oracle.check(case, as_imported)
     plan.forget()
-    with plan.using(machine):
+    with active.using(machine):
         result = case.run()
         [made] = plan._plans.values()
         oracle.check(case, result)
         with oracle.threads(2 * torch.get_num_threads()):
             oracle.assert_same_bits(case.run(), result)
-    with plan.using(None):
+    with active.using(None):
         oracle.check(case, case.run())
     assert _cpus_of_threads() == {machine.topology.cpus}, "threads may run where they could before"
     if made is None:
