@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,8 @@ class Source(ABC):
 
 Tiles = Callable[[Value], Iterator[list[Any]]]
 """The A tiles of a pass, for one after another of `step` chunks from a chunk on."""
+Decoder = Callable[[Value], Iterable[Value]]
+"""The words of a row, likewise."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,7 @@ class Codes(Source):
 
     def tiles(self, e: Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> Tiles:
         rows = [top + row for row in range(plan.rows)]
-        decoders = [
-            self.format.decoders(e.b, e.isa.vectors, self.matrices[block], rows, first)
-            for block in chosen
-        ]
+        decoders = [self.decoders(e, block, rows, first) for block in chosen]
 
         def decode(chunk: Value) -> Iterator[list[Any]]:
             blocks = [zip(*(row(chunk) for row in rows), strict=True) for rows in decoders]
@@ -111,6 +110,10 @@ class Codes(Source):
                 yield [e.isa.hold_a(list(rows)) for rows in tiles]
 
         return decode
+
+    def decoders(self, e: Emitter, block: int, rows: list[Value], first: Value) -> list[Decoder]:
+        """What gives chunks, from one of the unit from `first` on, of some rows of a block."""
+        return self.format.decoders(e.b, e.isa.vectors, self.matrices[block], rows, first)
 
 
 class Emitter:

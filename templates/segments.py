@@ -15,9 +15,10 @@ A position is a row's place in the order of the segments: neighbours in a tile a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from expertile.codegen.ir import (
@@ -39,7 +40,7 @@ from expertile.templates.formats.base import ByRows, Matrix, WeightFormat
 from expertile.templates.formats.in_place import InPlace
 from expertile.templates.gates import Gate
 from expertile.templates.kernel import LINE, MATRIX, ExpertKernel, matrix_at
-from expertile.templates.loops import Emitter, KBlock, Memory, Rows, Source, Stream, Tiles
+from expertile.templates.loops import Codes, Decoder, Emitter, KBlock, Memory, Rows, Source, Stream
 from expertile.templates.sums import affine, bias_of
 from expertile.templates.tokens import Finish
 
@@ -196,35 +197,14 @@ class _Segments(KBlock):
 
 
 @dataclass(frozen=True)
-class _RowCodes(Source):
-    """Rows `first`… of a segment kernel's matrix, decoded each time they are multiplied."""
+class _RowCodes(Codes):
+    """Rows `top`… of a segment kernel's matrix, decoded each time they are multiplied."""
 
-    format: ByRows
-    chunks: int
-    """Of a row."""
-    first: Value
+    top: Value
 
-    @property
-    def unit(self) -> int:  # type: ignore[override]
-        return self.format.unit_of(self.chunks)
-
-    @property
-    def step(self) -> int:  # type: ignore[override]
-        return self.format.step
-
-    @property
-    def blocks(self) -> int:
-        return 1
-
-    def tiles(self, e: Emitter, plan: TilePlan, chosen: range, top: Value, first: Value) -> Tiles:
+    def decoders(self, e: Emitter, block: int, rows: list[Value], first: Value) -> list[Decoder]:
         assert isinstance(e, _SegmentEmitter)
-        decoders = e.decoders(self.first, [top + row for row in range(plan.rows)], first)
-
-        def decode(chunk: Value) -> Iterator[list[Any]]:
-            for words in zip(*(row(chunk) for row in decoders), strict=True):
-                yield [e.isa.hold_a(list(words))]
-
-        return decode
+        return e.decoders(self.top, rows, first)
 
 
 class _SegmentEmitter(Emitter):
@@ -240,9 +220,7 @@ class _SegmentEmitter(Emitter):
         [matrix] = self.matrices
         return Matrix(matrix.codes.at(codes), matrix.scales.at(scales), matrix.factor)
 
-    def decoders(
-        self, top: Value, rows: list[Value], first: Value
-    ) -> list[Callable[[Value], Iterable[Value]]]:
+    def decoders(self, top: Value, rows: list[Value], first: Value) -> list[Decoder]:
         """What gives chunks, from one of the unit from `first` on, of each of some rows of the 16 from `top` on."""
         format_, vectors = self.kernel.format, self.isa.vectors
         assert isinstance(format_, ByRows)
@@ -301,7 +279,7 @@ class _SegmentEmitter(Emitter):
         elif kernel.variant.staged or not self.isa.registers:
             self._staged_rows(plan, row, GROUP)
         else:
-            source = _RowCodes(format_, self.isa.chunks(kernel.inputs), row)
+            source = _RowCodes(self.matrices, format_, self.isa.chunks(kernel.inputs), row)
             self._product(plan, source, self._segments(source.chunks), [], row, GROUP)
 
     def _direct(self, plan: TilePlan, row: Value) -> None:
@@ -454,7 +432,6 @@ class Activate:
                 _Half(self, b, arg, name, column * self.intermediate)
                 for column, name in enumerate(halves)
             ]
-            whole, rest = self.intermediate // GROUP * GROUP, self.intermediate % GROUP
 
             def some(token: Value, feature: Value, rows: int) -> None:
                 values = [half.values(token, feature, rows) for half in parts]
@@ -467,11 +444,17 @@ class Activate:
                     out.store_masked(bits, rows)
 
             with b.loop(0, arg.tokens) as token:
-                with b.loop(0, whole, GROUP) as feature:
-                    some(token, feature, GROUP)
-                if rest:
-                    some(token, b.const(i64, whole), rest)
+                _by_sixteens(b, self.intermediate, partial(some, token))
         return str(module)
+
+
+def _by_sixteens(b: Builder, count: int, use: Callable[[Value, int], None]) -> None:
+    """Call `use` for all of `count` columns, 16 at a time: with the first, and how many there are."""
+    whole, rest = count // GROUP * GROUP, count % GROUP
+    with b.loop(0, whole, GROUP) as column:
+        use(column, GROUP)
+    if rest:
+        use(b.const(i64, whole), rest)
 
 
 class _Half:
@@ -543,7 +526,6 @@ class Combine:
         integers = ("sums_bytes", "groups", "out_bytes", "tokens")
         parameters = dict.fromkeys(("sums", "position", "out"), ptr) | dict.fromkeys(integers, i64)
         size = 4 if self.dtype == "f32" else 2
-        whole, rest = self.hidden // GROUP * GROUP, self.hidden % GROUP
         convert = Finish(self.isa, self.dtype).convert
         with module.function(self.name, parameters) as (b, arg):
 
@@ -560,8 +542,5 @@ class Combine:
                     out.store_masked(convert(b, total.get()), columns)
 
             with b.loop(0, arg.tokens) as token:
-                with b.loop(0, whole, GROUP) as column:
-                    some(token, column, GROUP)
-                if rest:
-                    some(token, b.const(i64, whole), rest)
+                _by_sixteens(b, self.hidden, partial(some, token))
         return str(module)
