@@ -456,3 +456,36 @@ def _huge_bytes(address: int) -> int:
             elif inside and first == "AnonHugePages:":
                 return int(line.split()[1]) << 10
     return 0
+
+
+def test_a_page_on_the_move_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says of it that it isn't there."""
+    asked: list[int] = []
+
+    def answer(addresses: np.ndarray, targets: object, status: np.ndarray) -> int:
+        asked.append(len(addresses))
+        status[:] = addresses // pages.PAGE_BYTES % 2
+        if len(asked) == 1:
+            status[7] = -2
+        return 0
+
+    monkeypatch.setattr(pages, "_move_pages", answer)
+    found = pages.where(32 * pages.PAGE_BYTES, 40 * pages.PAGE_BYTES)
+    assert found is not None
+    assert found.tolist() == [0, 1] * 20
+    assert asked == [40, 1]
+
+
+def test_pages_that_nobody_touched_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def answer(addresses: np.ndarray, targets: object, status: np.ndarray) -> int:
+        asked.append(len(addresses))
+        status[:] = -2
+        return 0
+
+    monkeypatch.setattr(pages, "_move_pages", answer)
+    found = pages.where(0x10000, 40 * pages.PAGE_BYTES)
+    assert found is not None
+    assert (found < 0).all()
+    assert asked == [40]

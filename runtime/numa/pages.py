@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import platform
+import time
 import warnings
 from collections import Counter
 from collections.abc import Collection
@@ -41,6 +42,8 @@ _ALLOWED = 4  # MPOL_F_MEMS_ALLOWED
 _NO_HUGE_PAGES, _COLD = 15, 20  # MADV_…
 
 _BATCH = 1 << 14  # pages a call
+_FEW = 16  # pages, or one in so many, that may be on the move
+_MOMENT = 0.002  # seconds that this takes, about
 _WORKERS = 8  # that ask at once
 _ATTEMPTS = 3  # at moving pages that are busy
 
@@ -110,7 +113,19 @@ def where(address: int, size: int) -> NDArray[np.int16] | None:
         with ThreadPoolExecutor(min(_WORKERS, len(affinity()))) as pool:
             if not all(pool.map(ask, range(_BATCH, count, _BATCH))):
                 return None
+    _ask_again(first, found)
     return found
+
+
+def _ask_again(first: int, found: NDArray[np.int16]) -> None:
+    """A page that the kernel is moving at the moment looks as if it weren't there: ask for a few of those once more."""
+    gone = np.flatnonzero(found < 0)
+    if not 0 < len(gone) <= max(_FEW, len(found) // _FEW):
+        return
+    time.sleep(_MOMENT)
+    status = np.empty(len(gone), np.int32)
+    if _move_pages((first + gone) * PAGE_BYTES, None, status) is not None:
+        found[gone] = status
 
 
 def move(addresses: NDArray[np.int64], targets: NDArray[np.int32]) -> NDArray[np.int32] | None:
