@@ -176,7 +176,7 @@ def schedule(found: Topology) -> str:
         return "off: EXPERTILE_NUMA says so"
     if len(found.memory_nodes) < 2:
         return "not needed: one memory node, nothing is remote"
-    if sum(bool(node.cpus) for node in found.nodes) < 2:
+    if len(found.cpu_nodes) < 2:
         return "not possible: this process may use CPUs of one node only"
     return "used: each node's threads read the weights that are on it"
 

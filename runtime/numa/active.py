@@ -23,8 +23,10 @@ def this_machine() -> Machine | None:
     mode = os.environ.get("EXPERTILE_NUMA", "auto")
     if mode not in ("auto", "off"):
         raise ArgumentError(f'EXPERTILE_NUMA: expected "auto" or "off", got {mode!r}')
+    if mode == "off":
+        return None
     here = topology.read()
-    if mode == "off" or sum(bool(node.cpus) for node in here.nodes) < 2:
+    if len(here.cpu_nodes) < 2:
         return None
     from expertile.runtime.numa.machine import ThisMachine
 

@@ -72,7 +72,7 @@ class _Team:
 
 def _teams(topology: Topology) -> list[_Team]:
     """As many as there can be."""
-    with_cpus = [node.number for node in topology.nodes if node.cpus]
+    with_cpus = topology.cpu_nodes
     memory: dict[int, list[int]] = {}
     # Own memory first: what is equally near to several nodes then goes where there is least.
     for number in sorted(topology.memory_nodes, key=lambda number: number not in with_cpus):
@@ -121,8 +121,7 @@ def fixed(topology: Topology, threads: int) -> Groups:
 
     With fewer threads than groups there is a thread for each group in the list, and `served` says who does its work.
     """
-    nodes = sum(bool(node.cpus) for node in topology.nodes)
-    return groups(topology, max(threads, nodes))
+    return groups(topology, max(threads, len(topology.cpu_nodes)))
 
 
 def served(groups: Groups, threads: int) -> tuple[tuple[int, int], ...]:

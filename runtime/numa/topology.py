@@ -62,6 +62,11 @@ class Topology:
         """Numbers of the nodes with memory, ascending."""
         return tuple(node.number for node in self.nodes if node.memory)
 
+    @property
+    def cpu_nodes(self) -> tuple[int, ...]:
+        """Numbers of the nodes whose CPUs this process may use, ascending."""
+        return tuple(node.number for node in self.nodes if node.cpus)
+
     def distance(self, node: int, other: int) -> int:
         """From one node to another, by their numbers."""
         numbers = [node.number for node in self.nodes]
