@@ -315,34 +315,51 @@ def test_a_put_overtaken_by_clear_is_no_trouble(
         assert cache.get(KEY) == DATA
 
 
-_WORKER = """
-import sys, time
+_PUTS = """
+import sys
 from expertile.codegen.cache import ObjectCache
-cache, job = ObjectCache(sys.argv[1]), sys.argv[2]
+cache = ObjectCache(sys.argv[1])
 data = {str(n): bytes([n]) * 4000 for n in range(8)}
-hits = removed = 0
-end = time.monotonic() + 1.0
-while time.monotonic() < end:
+for _ in range(50):
     for key in data:
-        if job == "clear":
-            removed += cache.clear()
-        else:
-            cache.put(key, data[key])
-            found = cache.get(key)
-            assert found in (None, data[key])
-            hits += found is not None
-assert hits or removed
+        cache.put(key, data[key])
+        assert cache.get(key) in (None, data[key])
 assert cache.info().enabled, cache.info().reason
 """
 
+_CLEARS = """
+import sys
+from pathlib import Path
+from expertile.codegen.cache import ObjectCache
+cache, stop = ObjectCache(sys.argv[1]), Path(sys.argv[2])
+removed = 0
+while not stop.exists():
+    removed += cache.clear()
+removed += cache.clear()  # whenever the others came to run: somebody removes what they have put
+assert cache.info().enabled, cache.info().reason
+print(removed)
+"""
 
-def test_processes_that_put_and_clear_do_not_disturb_each_other(cache: ObjectCache) -> None:
-    workers = [
-        subprocess.Popen([sys.executable, "-W", "error", "-c", _WORKER, str(cache.directory), job])
-        for job in ("put", "put", "clear", "clear")
-    ]
-    assert [worker.wait(timeout=60) for worker in workers] == [0] * len(workers)
+
+def test_processes_that_put_and_clear_do_not_disturb_each_other(
+    cache: ObjectCache, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+
+    def start(program: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", "-c", program, str(cache.directory), str(stop)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    clearing, putting = [start(_CLEARS) for _ in "12"], [start(_PUTS) for _ in "12"]
+    try:
+        assert [process.wait(timeout=120) for process in putting] == [0, 0]
+    finally:
+        stop.touch()
+    removed = [int(process.communicate(timeout=120)[0]) for process in clearing]
+    assert sum(removed) > 0
+    assert [process.returncode for process in clearing] == [0, 0]
     assert not list(cache.directory.glob(".*.tmp"))
+    assert cache.info().entries == 0
 
 
 # Where it is --------------------------------------------------------------------------------------

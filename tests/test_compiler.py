@@ -360,8 +360,8 @@ def test_a_fork_during_a_compilation_can_compile(
         target=compile_ir, args=("f", adds(31), target), kwargs={"store": store}
     )
     thread.start()
-    assert compiling.wait(60)
-    in_fork(lambda: call(compile_ir("f", adds(32), target, store=store), 1) == 33, seconds=30)
+    assert compiling.wait(120)
+    in_fork(lambda: call(compile_ir("f", adds(32), target, store=store), 1) == 33, seconds=120)
     thread.join()
     assert call(compile_ir("f", adds(33), target, store=store), 1) == 34
 
@@ -382,8 +382,8 @@ def test_a_fork_while_someone_else_is_in_llvm_can_compile(
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(60)
-    in_fork(lambda: call(compile_ir("f", adds(41), target, store=store), 1) == 42, seconds=30)
+    assert inside.wait(120)
+    in_fork(lambda: call(compile_ir("f", adds(41), target, store=store), 1) == 42, seconds=120)
     thread.join()
     assert call(compile_ir("f", adds(42), target, store=store), 1) == 43
 
@@ -394,7 +394,7 @@ def test_a_fork_while_someone_else_is_in_llvm_can_compile(
 def test_threads_that_fork_and_compile_at_once(target: Target, store: ObjectCache) -> None:
     def work(number: int) -> bool:
         if number % 2:
-            in_fork(lambda: call(compile_ir("f", adds(number), target, store=store), 0), seconds=30)
+            in_fork(lambda: call(compile_ir("f", adds(number), target, store=store), 0), seconds=120)
         return call(compile_ir("f", adds(number), target, store=store), 0) == number
 
     with ThreadPoolExecutor(4) as pool:

@@ -259,7 +259,7 @@ def _in_children(shape: dict[str, Any]) -> dict[str, list[str]]:
     "isa", [name for name in isas.names() if not isas.by_name(name).unavailable()]
 )
 def test_forked_children_compute_the_same_bits(isa: str) -> None:
-    found = run(_in_children, SHAPE | {"tokens": 5}, env={"EXPERTILE_ISA": isa}, timeout=60)
+    found = run(_in_children, SHAPE | {"tokens": 5}, env={"EXPERTILE_ISA": isa}, timeout=120)
     assert found.pop("threads") == ["True"]
     assert len({each for digests in found.values() for each in digests}) == 1
 
@@ -290,7 +290,7 @@ def _first_use_in_a_child(shape: dict[str, Any]) -> list[str]:
 def test_forked_children_compile(cache: str, tmp_path: Path) -> None:
     directory = tmp_path if cache == "used" else Path("/proc/expertile")
     env = {"EXPERTILE_CACHE_DIR": str(directory), "PYTHONWARNINGS": "ignore"}
-    assert len(set(run(_first_use_in_a_child, SHAPE | {"tokens": 3}, env=env, timeout=60))) == 1
+    assert len(set(run(_first_use_in_a_child, SHAPE | {"tokens": 3}, env=env, timeout=120))) == 1
 
 
 def _much_memory_in_a_child() -> list[str]:
@@ -315,7 +315,7 @@ def _much_memory_in_a_child() -> list[str]:
 @forks
 @pytest.mark.parametrize("debug", ["", "poison"])
 def test_forked_children_fill_memory_alone(debug: str) -> None:
-    assert len(set(run(_much_memory_in_a_child, env={"EXPERTILE_DEBUG": debug}, timeout=60))) == 1
+    assert len(set(run(_much_memory_in_a_child, env={"EXPERTILE_DEBUG": debug}, timeout=120))) == 1
 
 
 def _in_a_pool(shape: dict[str, Any]) -> list[str]:
@@ -342,7 +342,7 @@ def _in_a_pool(shape: dict[str, Any]) -> list[str]:
 
 @forks
 def test_a_pool_of_forked_workers(expected: str) -> None:
-    assert set(run(_in_a_pool, SHAPE, timeout=60)) == {expected}
+    assert set(run(_in_a_pool, SHAPE, timeout=120)) == {expected}
 
 
 def _while_others_call(shape: dict[str, Any]) -> list[bool]:

@@ -179,21 +179,21 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 def load(process: Process) -> dict[str, Any]:
     size = {"hidden": 64, "intermediate": 32, "experts": 6, "top_k": 2}
-    return process.ask("load", size=size, layers=2, tokens=TOKENS, threads=1, timeout=60)
+    return process.ask("load", size=size, layers=2, tokens=TOKENS, threads=1, timeout=120)
 
 
 def test_a_worker_answers_and_is_stopped_in_between(process: Process) -> None:
     answer = load(process)
     assert answer["kernel"] == "in 64"
     assert len(answer["inputs"]) == len(TOKENS) + 2
-    warm = process.ask("warm", implementation="works", tokens=5, timeout=60)
+    warm = process.ask("warm", implementation="works", tokens=5, timeout=120)
     assert warm["error_norm"] < 1e-6
-    sample = process.ask("sample", implementation="works", tokens=5, warm=True, timeout=60)
+    sample = process.ask("sample", implementation="works", tokens=5, warm=True, timeout=120)
     assert sample["seconds"] >= 0.02
     assert sample["bytes"] <= sample["calls"] * TINY.layer_bytes
     if sys.platform == "linux":
         stat = Path(f"/proc/{process._process.pid}/stat")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (state := stat.read_text().rpartition(")")[2].split()[0]) != "T":
             assert time.monotonic() < deadline, f"the state stays {state}"
 
@@ -201,8 +201,8 @@ def test_a_worker_answers_and_is_stopped_in_between(process: Process) -> None:
 def test_an_error_is_the_answer_and_the_worker_lives_on(process: Process) -> None:
     load(process)
     with pytest.raises(PeerError, match="KeyError"):
-        process.ask("warm", implementation="works", tokens=7, timeout=60)
-    assert "seconds" in process.ask("warm", implementation="works", tokens=1, timeout=60)
+        process.ask("warm", implementation="works", tokens=7, timeout=120)
+    assert "seconds" in process.ask("warm", implementation="works", tokens=1, timeout=120)
 
 
 def test_a_worker_that_does_not_answer_is_ended(tmp_path: Path) -> None:

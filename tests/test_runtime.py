@@ -102,7 +102,7 @@ def _posts_a_semaphore_that_a_kernel_waits_for() -> bool:
 
 def test_other_python_threads_run_during_a_call() -> None:
     """A call that only another Python thread can end does end: it doesn't hold the GIL."""
-    assert run(_posts_a_semaphore_that_a_kernel_waits_for, timeout=60)
+    assert run(_posts_a_semaphore_that_a_kernel_waits_for, timeout=120)
 
 
 # OpenMP threads -----------------------------------------------------------------------------------
