@@ -42,8 +42,14 @@ _CROWDED = 0.25
 _ASK_CYCLES = 0.2
 _L2_CYCLES = 2.0
 """Core cycles to ask for a line, and for a line from L2."""
-_STAGE_CYCLES = 6.0
+_STAGE_CYCLES = 1.0
 """Core cycles to write a chunk of a decoded row to L2 and to have it back, beside decoding it."""
+_DECODE_CYCLES = 1.0
+"""Core cycles that decoding any rows takes a chunk, which more rows share."""
+_SPILLED_CYCLES = 4.0
+"""Core cycles to have a chunk of a decoded row back from beyond L2."""
+_L2_PART = 0.75
+"""What decoded rows may take of L2, which holds operands and sums besides."""
 _L1_PART = 1.6
 """Working sets a bit larger than L1 still do: what is read in order comes back in time."""
 
@@ -179,15 +185,26 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
         from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
         from_l2 += 0 if b_in_l1 else tokens
         multiply = max(isa.multiply_cycles * rows * tokens, isa.latency_cycles)
-        multiply += 0.0 if written else kernel.format.decode_cycles * rows
+        multiply += 0.0 if written else kernel.format.decode_cycles * rows + _DECODE_CYCLES
         step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
         cycles += times * (step * chunks + saving * (k_blocks - 1) + storing)
     asking = _ASK_CYCLES * len(variant.ahead)
-    writing = kernel.format.stage_cycles + (_STAGE_CYCLES if variant.staged else _L2_CYCLES + 1)
-    copying = writing if written else 0.0
-    return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + copying)
+    writing = _writing(kernel) if written else 0.0
+    return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + writing)
+
+
+def _writing(kernel: ExpertKernel) -> float:
+    """Cycles to write a chunk of a decoded row and to have it back, beside what multiplying hides."""
+    variant, format_ = kernel.variant, kernel.format
+    if not variant.staged:
+        return format_.stage_cycles + _L2_CYCLES + 1
+    if not variant.carried:
+        return format_.stage_cycles + _STAGE_CYCLES
+    rows = 2 * GROUP * kernel.matrices * kernel.panel_stride
+    spilled = _SPILLED_CYCLES if rows > _L2_PART * _cache_bytes(2) else 0.0
+    return format_.carry_cycles + _STAGE_CYCLES + spilled
 
 
 def _k_chunks(kernel: ExpertKernel) -> int:
@@ -200,7 +217,7 @@ def _in_l1(kernel: ExpertKernel, plan: TilePlan) -> tuple[bool, bool]:
     """Whether the rows of a pass stay in L1 while they are needed again, and whether the tokens' operand does."""
     variant, isa = kernel.variant, isas.by_name(kernel.isa)
     k_chunks = _k_chunks(kernel)
-    room = _l1_bytes() * _L1_PART
+    room = _cache_bytes(1) * _L1_PART
     rows = plan.rows * plan.blocks * 64 * k_chunks
     if variant.copied:  # all rows of the k block stay, the tokens pass by
         return True, False
@@ -212,9 +229,10 @@ def _in_l1(kernel: ExpertKernel, plan: TilePlan) -> tuple[bool, bool]:
 
 
 @cache
-def _l1_bytes() -> int:
+def _cache_bytes(level: int) -> int:
+    """Of a core's cache; of the largest there is, if there are not as many levels."""
     found, _ = caches()
-    return found[0].bytes
+    return found[min(level, len(found)) - 1].bytes
 
 
 def corner(isa: str) -> int:

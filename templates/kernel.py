@@ -177,7 +177,7 @@ class Scratch:
             2 * EDGE,
             sources * copied,
             kept * sources * partial_bytes,
-            2 * staged,
+            2 * staged * (2 if variant.carried else 1),
         )
         for size in sizes:
             offsets.append(end)

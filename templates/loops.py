@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from expertile.codegen.ir import Builder, Module, Value, i64, ptr
@@ -28,6 +29,8 @@ class Rows:
     """The last k's, or nothing."""
     plan: TilePlan
     stream: Stream
+    carrying: Carrying | None = None
+    """Those that come after them."""
 
 
 class Source(ABC):
@@ -116,6 +119,44 @@ class Codes(Source):
         return self.format.decoders(e.b, e.isa.vectors, self.matrices[block], rows, first)
 
 
+@dataclass(frozen=True)
+class Carrying:
+    """Rows that are decoded into scratch while those before them are multiplied, a part of them in each pass."""
+
+    codes: Codes
+    into: list[Value]
+    stride: int
+    passes: int
+    """Over each row, at least."""
+    more: Value
+    """Whether there are such rows."""
+
+    @property
+    def units(self) -> int:
+        """Of chunks, in a row."""
+        return self.codes.chunks // self.codes.unit
+
+    @property
+    def share(self) -> int:
+        """Units of a row that a pass decodes, at most."""
+        return -(-self.units // self.passes)
+
+    def decode(
+        self, e: Emitter, plan: TilePlan, chosen: range, top: Value, first: Value
+    ) -> Callable[[Value], None]:
+        """What decodes `step` chunks of rows `top`… of some blocks, of the unit from `first` on."""
+        rows = [top + row for row in range(plan.rows)]
+        decoders = [self.codes.decoders(e, block, rows, first) for block in chosen]
+        places = [self.into[block].at(row * self.stride) for block in chosen for row in rows]
+
+        def store(chunk: Value) -> None:
+            for place, decode in zip(places, chain(*decoders), strict=True):
+                for number, words in enumerate(decode(chunk)):
+                    place.at((chunk + number) * 64).store(words)
+
+        return store
+
+
 class Emitter:
     """Writes the loop nest of one expert kernel."""
 
@@ -178,11 +219,15 @@ class Emitter:
         whole = kernel.outputs // step * step
         plan = self._plan(count)
         self.isa.configure(b, plan)
-        with b.loop(self.arg.first_row, b.min(self.arg.end_row, whole), step) as row:
-            if self._staged_whole:
-                self._staged(plan, row, step)
-            else:
-                self._blocks(plan, row, count)
+        end = b.min(self.arg.end_row, whole)
+        if self.variant.carried:
+            self._carried(plan, end)
+        else:
+            with b.loop(self.arg.first_row, end, step) as row:
+                if self._staged_whole:
+                    self._staged(plan, row, step)
+                else:
+                    self._blocks(plan, row, count)
         with b.if_(self.arg.end_row.eq(kernel.outputs)):
             self._last_rows(whole)
             kernel.finish(self)
@@ -264,6 +309,34 @@ class Emitter:
         if rest:
             compute(b.const(i64, whole), rest)
 
+    def _carried(self, plan: TilePlan, end: Value) -> None:
+        """Blocks of 16 rows up to `end`, in scratch; those to come are written beside those that are multiplied."""
+        kernel, b, first = self.kernel, self.b, self.arg.first_row
+        format_, stride, chunks = kernel.format, kernel.panel_stride, self.isa.chunks(kernel.inputs)
+        assert isinstance(format_, ByRows)
+        panels = self.arg.scratch.at(self.scratch.panels)
+        size = GROUP * stride
+        even, odd = (
+            [panels.at(size * (2 * i + turn)) for i in range(kernel.matrices)] for turn in (0, 1)
+        )
+        with b.if_(first < end):
+            matrices = kernel.row_blocks(self.matrices, first, 1)
+            format_.stage(b, self.isa.vectors, matrices, GROUP, 0, kernel.inputs, even, stride)
+        with b.loop(first, end, GROUP) as row:
+            swapped = ((row - first) & GROUP).ne(0)
+            now = [b.select(swapped, y, x) for x, y in zip(even, odd, strict=True)]
+            then = [b.select(swapped, x, y) for x, y in zip(even, odd, strict=True)]
+            following = kernel.row_blocks(self.matrices, row + GROUP, 1)
+            source = Memory(now, stride)
+            codes = Codes(following, format_, chunks)
+            passes = plan.sweeps * kernel.blocks
+            carrying = Carrying(codes, then, stride, passes, row + GROUP < end)
+            stream = Stream(self, plan, row + GROUP, 1, chunks)
+            rows = Rows(following, chunks, [], plan, stream, carrying)
+            with self.token_blocks() as block:
+                self._multiply(rows, source, block)
+                kernel.epilogue(self, row, GROUP, 1, block)
+
     def _multiply(self, rows: Rows, source: Source, block: Value) -> None:
         """All C tiles of the rows and a token block: panel by panel, each k block by k block."""
         b = self.b
@@ -333,18 +406,18 @@ class Emitter:
         with b.loop(*panel, plan.rows) as top:
             for first in range(0, source.blocks, plan.blocks):
                 chosen = range(first, first + plan.blocks)
-                for one in plan.passes:
+                for index, one in enumerate(plan.passes):
+                    before = plan.sweeps_before(index)
                     with b.loop(0, one.groups) as group, b.loop(0, one.repeat) as number:
                         tokens = PassTiles(self, plan, one, group, number, block, first, top)
                         if part.goes_on is not None:
                             with b.if_(part.goes_on):
                                 tokens.restore()
-                        with part.spans(b, source.unit) as (start, end):
-                            tiles = source.tiles(self, plan, chosen, top, start)
-                            with self._chunks(start, end, source.unit, source.step) as chunk:
-                                for place, a in enumerate(tiles(chunk)):
-                                    rows.stream.step()
-                                    tokens.step(a, chunk + place)
+                        if rows.carrying is None:
+                            self._products(rows, source, part, tokens, chosen, top)
+                        else:
+                            turn = block * plan.sweeps + (group * one.repeat + number + before)
+                            self._carry(rows, rows.carrying, source, tokens, chosen, top, turn)
                         if part.ends is None:
                             self._finish_pass(rows, part, tokens, chosen, top)
                             continue
@@ -353,6 +426,59 @@ class Emitter:
                                 self._finish_pass(rows, part, tokens, chosen, top)
                             with more:
                                 tokens.save()
+
+    def _products(
+        self,
+        rows: Rows,
+        source: Source,
+        part: KBlock,
+        tokens: PassTiles,
+        chosen: range,
+        top: Value,
+    ) -> None:
+        """All chunks of a part, for one pass."""
+        with part.spans(self.b, source.unit) as (start, end):
+            tiles = source.tiles(self, rows.plan, chosen, top, start)
+            with self._chunks(start, end, source.unit, source.step) as chunk:
+                for place, a in enumerate(tiles(chunk)):
+                    rows.stream.step()
+                    tokens.step(a, chunk + place)
+
+    def _carry(
+        self,
+        rows: Rows,
+        carrying: Carrying,
+        source: Source,
+        tokens: PassTiles,
+        chosen: range,
+        top: Value,
+        turn: Value,
+    ) -> None:
+        """All chunks, for pass number `turn`, and evenly between them what it decodes of the rows to come."""
+        b, codes = self.b, carrying.codes
+        unit, step, share = codes.unit, codes.step, carrying.share * codes.unit
+        tiles = source.tiles(self, rows.plan, chosen, top, b.const(i64, 0))
+        pace = -(-rows.chunks // share)
+        """Chunks that are multiplied for one that is decoded."""
+
+        def multiply(begin: Value, end: Value) -> None:
+            """What goes with chunks `begin`…`end` of the share."""
+            with b.loop(begin * pace, b.min(end * pace, rows.chunks)) as chunk:
+                for a in tiles(chunk):
+                    rows.stream.step()
+                    tokens.step(a, chunk)
+
+        with b.loop(0, share, unit) as begin:
+            first = turn * share + begin
+            with b.if_else(carrying.more & (first < codes.chunks)) as (yes, no):
+                with yes:
+                    decode = carrying.decode(self, rows.plan, chosen, top, first)
+                    with self._chunks(first, first + unit, unit, step) as chunk:
+                        decode(chunk)
+                        done = begin + (chunk - first)
+                        multiply(done, done + step)
+                with no:
+                    multiply(begin, begin + unit)
 
     def _finish_pass(
         self, rows: Rows, part: KBlock, tokens: PassTiles, chosen: range, top: Value
@@ -486,8 +612,10 @@ class Stream:
             return
         following = [matrix_at(getattr(e.arg, f"next_{name}")) for name in kernel.names]
         here = kernel.streams(e.matrices, row + rows, count)
-        next_ = kernel.streams(following, e.arg.next_row, count)
-        inside = row + rows < e.arg.end_row
+        beyond = row + rows - e.arg.end_row
+        inside = beyond < 0
+        # Whoever decodes rows beside others asks for those after them, which may be a block further on.
+        next_ = kernel.streams(following, e.arg.next_row + (beyond & GROUP), count)
         steps = GROUP // plan.rows * plan.sweeps * chunks * kernel.blocks
         steps *= len(here) // plan.blocks
         for part, size in zip(("codes", "scales"), kernel.format.offsets(GROUP), strict=True):

@@ -394,7 +394,9 @@ def test_a_fork_while_someone_else_is_in_llvm_can_compile(
 def test_threads_that_fork_and_compile_at_once(target: Target, store: ObjectCache) -> None:
     def work(number: int) -> bool:
         if number % 2:
-            in_fork(lambda: call(compile_ir("f", adds(number), target, store=store), 0), seconds=120)
+            in_fork(
+                lambda: call(compile_ir("f", adds(number), target, store=store), 0), seconds=120
+            )
         return call(compile_ir("f", adds(number), target, store=store), 0) == number
 
     with ThreadPoolExecutor(4) as pool:

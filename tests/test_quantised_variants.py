@@ -23,12 +23,23 @@ from subprocesses import check_output
 from test_bit_exact import assert_tiles_released, emulate_amx
 from test_layouts import guarded
 from test_quantised import SCHEMES, make_case, over, scattered
-from test_variants import SIZES, Choose, _can_emulate, compare, forced, some_blockings, thorough
+from test_variants import (
+    SIZES,
+    Choose,
+    _can_emulate,
+    compare,
+    forced,
+    of_each_blocking,
+    some_blockings,
+    thorough,
+)
 from torch import Tensor
 
 from expertile.codegen import cpu
 from expertile.codegen import isa as isas
+from expertile.codegen.isa import Variant
 from expertile.runtime import choice
+from expertile.templates.kernel import ExpertKernel
 
 LAYERS: tuple[tuple[str | None, str | None, dict[str, Any], int, int], ...] = (
     (None, "int8", {"hidden": 41, "intermediate": 544, "bias": torch.float32}, 0, 5),
@@ -99,6 +110,22 @@ def compare_all(isa: str) -> dict[str, Any]:
 def variants(offset: int) -> Choose:
     """All there are; a few in a quick run."""
     return choice.candidates if thorough() else lambda kernel: some_blockings(kernel, offset)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_decoded_beside_others_have_the_same_bits(isa: str, name: str) -> None:
+    """In as many passes as a few tokens take, or in several launches that share the rows."""
+    if not isas.by_name(isa).registers:
+        pytest.skip(f"{isa} has no such variants")
+    number = list(SCHEMES).index(name)
+    case = layer(name, name, (7, 41)[number % 2], seed=3)
+
+    def carried(kernel: ExpertKernel) -> list[Variant]:
+        return [each for each in of_each_blocking(kernel) if each.carried]
+
+    expected, _ = forced(case, 0, 0)
+    actual, _ = forced(case, number, number, carried)
+    oracle.assert_same_bits(actual, expected)
 
 
 # Any variant of any layer -------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ class Variant:
     """Rows of each matrix that share a block of k while it is in L1: a divisor of 16, a multiple of `rows`."""
     staged: bool = False
     """Whether rows are first written to scratch as bf16, 16 at a time over all of K, and read from there."""
+    carried: bool = False
+    """Whether the next rows are staged while these are multiplied: decoding takes what multiplying leaves of a core."""
     copied: bool = False
     """Whether a k block of the rows is copied to L1 first and multiplied by all token blocks there."""
     streaming: bool = False
@@ -79,7 +81,7 @@ class Variant:
     def name(self) -> str:
         """Short, for the kernel's name."""
         flags = "n" * (self.neighbours == 2) + "a" * (not self.together)
-        flags += "w" * self.staged + "c" * self.copied + "s" * self.streaming
+        flags += "w" * self.staged + "r" * self.carried + "c" * self.copied + "s" * self.streaming
         ahead = "".join(f"_{distance}" for distance in self.ahead)
         return f"{self.rows}x{self.tokens}k{self.k_block}p{self.panel}{flags}{ahead}"
 
@@ -100,7 +102,11 @@ class TilePlan:
     @property
     def sweeps(self) -> int:
         """How often the rows of an A tile are read."""
-        return sum(one.repeat * one.groups for one in self.passes)
+        return self.sweeps_before(len(self.passes))
+
+    def sweeps_before(self, index: int) -> int:
+        """How often they were read before the pass with this index."""
+        return sum(one.repeat * one.groups for one in self.passes[:index])
 
 
 class TileIsa(ABC):

@@ -58,7 +58,13 @@ class DotIsa(TileIsa):
 
     def decoding(self, tokens: int, matrices: int) -> tuple[Variant, ...]:
         plain = self.variants(tokens, matrices)
-        return (*plain, *(replace(variant, staged=True) for variant in plain))
+        # As many decoded rows as a block has leave no registers: never faster than half of them.
+        decoding = [
+            each for each in plain if each.rows * (matrices if each.together else 1) < GROUP
+        ]
+        staged = [replace(variant, staged=True) for variant in plain]
+        carried = [replace(variant, carried=True) for variant in staged if not variant.k_block]
+        return (*decoding, *staged, *carried)
 
     def plan(self, groups: Sequence[int], blocks: int, variant: Variant) -> TilePlan:
         # Few loop bodies, so that a kernel compiles quickly: passes have at most two widths in a group, and equal

@@ -50,6 +50,8 @@ class WeightFormat(ABC):
     Tables that take registers away from sums cost more than their instructions."""
     stage_cycles: ClassVar[float] = 0.0
     """Likewise while rows are staged."""
+    carry_cycles: ClassVar[float] = 0.0
+    """Likewise while rows are staged and others multiplied, beside what multiplying hides."""
 
     row_bytes: int
     """Bytes of codes from an output row to the next (or, for a transposed matrix, from an input to the next)."""

@@ -46,6 +46,7 @@ class Fp8(ByTwos):
     name = "fp8"
     decode_cycles = 1.8
     stage_cycles = 3.0
+    carry_cycles = 2.7
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

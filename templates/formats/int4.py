@@ -43,6 +43,7 @@ class Int4(Quantized):
     name = "int4"
     decode_cycles = 2.2
     stage_cycles = 3.5
+    carry_cycles = 3.2
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:

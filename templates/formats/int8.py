@@ -78,8 +78,9 @@ class Int8(ByTwos, Integers):
     """
 
     name = "int8"
-    decode_cycles = 4.7
+    decode_cycles = 3.7
     stage_cycles = 3.2
+    carry_cycles = 3.0
 
     def words(
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
@@ -127,8 +128,9 @@ class GroupedInt8(Integers):
     """A multiple of 32."""
 
     name = "int8_grouped"
-    decode_cycles = 5.8
+    decode_cycles = 5.3
     stage_cycles = 5.8
+    carry_cycles = 4.5
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:

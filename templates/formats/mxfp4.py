@@ -33,8 +33,9 @@ class Mxfp4(Quantized):
     """Groups of 32."""
 
     name = "mxfp4"
-    decode_cycles = 2.5
-    stage_cycles = 2.5
+    decode_cycles = 1.5
+    stage_cycles = 3.0
+    carry_cycles = 2.5
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = columns // CHUNK

@@ -43,7 +43,8 @@ class Nvfp4(Quantized):
 
     name = "nvfp4"
     decode_cycles = 2.2
-    stage_cycles = 3.5
+    stage_cycles = 3.0
+    carry_cycles = 2.6
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

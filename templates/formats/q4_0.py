@@ -36,6 +36,7 @@ class Q40(Blocks):
     block_bytes = _BYTES
     decode_cycles = 2.4
     stage_cycles = 4.0
+    carry_cycles = 3.6
 
     def block_values(self, blocks: np.ndarray) -> np.ndarray:
         d, packed = numbers(blocks[..., :_CODES], "float16"), blocks[..., _CODES:]

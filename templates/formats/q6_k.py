@@ -39,8 +39,9 @@ class Q6K(Blocks):
     block_bytes = _BYTES
     block = _BLOCK
     unit = _BLOCK // CHUNK
-    decode_cycles = 8.0
+    decode_cycles = 7.0
     stage_cycles = 7.0
+    carry_cycles = 6.5
 
     def block_values(self, blocks: np.ndarray) -> np.ndarray:
         halves = (*blocks.shape[:2], 2)
