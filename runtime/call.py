@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 
 from expertile.codegen.ir import Builder, L, Value, i64, ptr
@@ -73,6 +74,12 @@ NUMA_INTEGERS = (
 NUMA_SCRATCH = ("order", "partials", "hidden_rows", "node_sums", "saved_cpus")
 NUMA = NUMA_PLAN + NUMA_INTEGERS + NUMA_SCRATCH
 """Behind these, for the driver of several memory nodes."""
+RECORD = struct.Struct(f"={len(FIELDS + PROFILE)}q")
+"""Up to what is for several memory nodes."""
+CALLER = struct.Struct("=4q")
+"""The caller's tensors, at its beginning."""
+SCRATCH = slice(POINTERS.index("counters"), POINTERS.index("thread_scratch") + 1)
+"""The fields that are addresses in the scratch."""
 OFFSETS = {name: 8 * index for index, name in enumerate(FIELDS + PROFILE + NUMA)}
 
 PASSES = ("gather", "gate_up", "down")

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from expertile.runtime import descriptions, layer
@@ -215,8 +216,7 @@ def apply(
 
 def _seen(arguments: Sequence[object]) -> bool:
     """Whether PyTorch must see a call with these arguments."""
-    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    return recording or _subclassed(arguments)
+    return is_compiling() or is_in_torch_dispatch_mode() or _subclassed(arguments)
 
 
 def _tensors(matrices: Sequence[Matrix]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -57,6 +58,8 @@ class ExpertWeights:
     """By what they are: "codes", "scales", "factor"."""
     description: str = field(init=False)
     """Format and parts as :mod:`expertile.runtime.descriptions` writes them."""
+    serial: int = field(default_factory=itertools.count().__next__, init=False)
+    """Another for each that is made."""
     _places: dict[int, tuple[Place, ...]] = field(default_factory=dict, init=False)
     _tables: list[ctypes.Array[ctypes.c_int64]] = field(default_factory=list, init=False)
 

@@ -15,7 +15,6 @@ import torch
 
 from expertile.runtime import call
 
-_RECORD = struct.Struct(f"={len(call.FIELDS + call.PROFILE)}q")
 _NUMA = struct.Struct(f"={len(call.NUMA)}q")
 _POISON = "poison" in os.environ.get("EXPERTILE_DEBUG", "").split(",")
 
@@ -24,8 +23,9 @@ class Workspace:
     """A call record and a buffer that grows."""
 
     def __init__(self) -> None:
-        self._record = ctypes.create_string_buffer(_RECORD.size + _NUMA.size)
+        self._record = ctypes.create_string_buffer(call.RECORD.size + _NUMA.size)
         self.record = ctypes.addressof(self._record)
+        self._bytes = memoryview(self._record).cast("B")
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size: int) -> int:
@@ -44,11 +44,16 @@ class Workspace:
 
     def write(self, *fields: int) -> None:
         """Set all fields of the record up to those for several memory nodes, in order."""
-        _RECORD.pack_into(self._record, 0, *fields)
+        call.RECORD.pack_into(self._record, 0, *fields)
+
+    def copy(self, image: bytes, *caller: int) -> None:
+        """Likewise from the bytes of a record, but for the addresses of the caller's tensors."""
+        self._bytes[: len(image)] = image
+        call.CALLER.pack_into(self._record, 0, *caller)
 
     def write_numa(self, *fields: int) -> None:
         """Set the others."""
-        _NUMA.pack_into(self._record, _RECORD.size, *fields)
+        _NUMA.pack_into(self._record, call.RECORD.size, *fields)
 
     def read(self, name: str) -> int:
         """A field, as the driver left it."""

@@ -80,8 +80,8 @@ class SegmentKernel(ExpertKernel):
         return ("matrix",)
 
     def takes(self, variant: Variant) -> bool:
-        """Lists of k's are not blocked again, and rows so far apart have to be asked for."""
-        blocked = variant.copied or variant.k_block or variant.neighbours > 1
+        """Lists of k's are not blocked again; rows so far apart have to be asked for, and are decoded by themselves."""
+        blocked = variant.copied or variant.carried or variant.k_block or variant.neighbours > 1
         asks = variant.ahead == (0,) or not (variant.ahead or self.machine.unasked)
         return asks and not blocked
 

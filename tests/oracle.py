@@ -20,7 +20,7 @@ from torch import Tensor
 
 import expertile
 from expertile.codegen import isa as isas
-from expertile.runtime import layer
+from expertile.runtime import layer, repeat
 from expertile.runtime.matrices import LayerWeights
 from expertile.runtime.weights import ExpertWeights
 
@@ -37,6 +37,7 @@ def running(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isas, "select", lambda: isas.by_name(name))
         patch.setattr(layer, "_prepared", {})
+        patch.setattr(repeat, "_known", {})
         yield
 
 
