@@ -26,21 +26,22 @@ class Workspace:
         self._record = ctypes.create_string_buffer(call.RECORD.size + _NUMA.size)
         self.record = ctypes.addressof(self._record)
         self._bytes = memoryview(self._record).cast("B")
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._allocate(0)
 
     def reserve(self, size: int) -> int:
         """The address, a multiple of 64, of at least `size` bytes."""
-        if self._buffer.numel() < size + 64:
-            self._buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
+        if self.capacity < size + 64:
+            self._allocate(size + 64)
         if _POISON:
             # NaN as bf16 and as fp32; fill_() would want threads, which a forked child doesn't have
-            ctypes.memset(self._buffer.data_ptr(), 0xFF, self._buffer.nbytes)
-        return (self._buffer.data_ptr() + 63) & ~63
+            ctypes.memset(self._buffer.data_ptr(), 0xFF, self.capacity)
+        return self._base
 
-    @property
-    def capacity(self) -> int:
+    def _allocate(self, size: int) -> None:
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.capacity = size
         """Bytes held."""
-        return self._buffer.numel()
+        self._base = (self._buffer.data_ptr() + 63) & ~63
 
     def write(self, *fields: int) -> None:
         """Set all fields of the record up to those for several memory nodes, in order."""

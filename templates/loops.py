@@ -644,12 +644,19 @@ class _Ahead:
         self._lines = -(-self._bytes // LINE)
         self._last = max(0, size - LINE * self._lines)
         self._b, self._offset = b, b.var(i64, 0)
+        if not self._last:  # all in a step: once is enough
+            self._ask(b.const(i64, 0))
 
     def step(self) -> None:
         """The next of them."""
+        if not self._last:
+            return
         offset = self._offset.get()
+        self._ask(offset)
+        self._offset.set(self._b.min(offset + self._bytes, self._last))
+
+    def _ask(self, offset: Value) -> None:
         for address in self._addresses:
             for distance in self._distances:
                 for line in range(self._lines):
                     address.at(offset + (distance + LINE * line)).prefetch(2)
-        self._offset.set(self._b.min(offset + self._bytes, self._last))

@@ -198,6 +198,15 @@ def test_a_worker_answers_and_is_stopped_in_between(process: Process) -> None:
             assert time.monotonic() < deadline, f"the state stays {state}"
 
 
+def test_all_workers_ask_for_huge_pages(tmp_path: Path) -> None:
+    check = "assert os.environ['GLIBC_TUNABLES'].endswith('glibc.malloc.hugetlb=1')"
+    process = Process(Path(sys.executable), adapter(tmp_path, "checks", start=check), 1)
+    try:
+        assert load(process)["kernel"] == "in 64"
+    finally:
+        process.close()
+
+
 def test_an_error_is_the_answer_and_the_worker_lives_on(process: Process) -> None:
     load(process)
     with pytest.raises(PeerError, match="KeyError"):

@@ -17,6 +17,11 @@ Json = dict[str, Any]
 _FOLDER = Path(__file__).resolve().parents[1]  # where `peers` is imported from
 
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Memory in huge pages, wherever a library asks malloc for it. Small pages are read up to a quarter slower if they lie
+scattered, which depends on what was in memory before, and so on who was first to ask."""
+
+
 class PeerError(Exception):
     """A peer that can't be measured, and why."""
 
@@ -31,7 +36,9 @@ class Process:
         """Start it. Raises PeerError if there is no such interpreter."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
         paths = [str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        tunables = filter(None, [os.environ.get("GLIBC_TUNABLES"), _HUGE_PAGES])
         environment = os.environ | {
+            "GLIBC_TUNABLES": ":".join(tunables),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": str(threads),
         }
