@@ -45,6 +45,11 @@ class Vectors(ABC):
         To nearest even; denormals become a zero of their sign, as VCVTNE2PS2BF16 has it; NaN stays NaN.
         """
 
+    def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
+        """x · f − l in 16 lanes of fp32, where the products are exact; the numbers f and l are at addresses."""
+        scale, minimum = (b.splat(address.load(f32), GROUP) for address in (factor, less))
+        return x * scale - minimum
+
     @abstractmethod
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
         """table[code] in each of 32 lanes: 256 numbers of 16 bits, codes an i8 vector."""
@@ -136,6 +141,11 @@ class Avx512(Vectors):
     def pack_bf16(self, b: Builder, low: Value, high: Value) -> Value:
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return b.call(name, vec(bf16, 32), [high, low]).bitcast(Words)
+
+    def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
+        # One number is broadcast by the instruction itself. The other one would take LLVM a shuffle: VBROADCASTSS.
+        scale = b.load_by("vpbroadcastd", Words, factor).bitcast(Floats)
+        return b.fma(x, scale, -b.splat(less.load(f32), GROUP))
 
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
         if not self._bytes:

@@ -71,6 +71,32 @@ def test_the_host_has_the_best_unit_it_can_run() -> None:
     assert units()["plain"] is PLAIN
 
 
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_affine_reads_what_was_just_written(unit: Vectors) -> None:
+    """Products of few bits, as the caller promises; then it makes no difference how often they are rounded."""
+    rng = np.random.default_rng(0)
+    x, f = (rng.integers(-(1 << 11), 1 << 11, 1 << 10).astype(np.float32) for _ in range(2))
+    less = rng.standard_normal(1 << 10).astype(np.float32) * 1000
+
+    def body(b: Builder, x: Value, f: Value, less: Value) -> Value:
+        numbers, results = b.buffer(2 * 4 * _LANES), []
+        numbers.store(f)
+        numbers.at(4 * _LANES).store(less)
+        for start in (0, 16):
+            sums = b.zero(vec(f32, 16))
+            for lane in range(16):
+                place = numbers.at(4 * (start + lane))
+                part = x.shuffle(range(start, start + 16))
+                one = unit.affine(b, part, place, place.at(4 * _LANES)).extract(lane)
+                sums = sums.insert(lane, one)
+            results.append(sums)
+        return results[0].shuffle(range(_LANES), results[1])
+
+    assert_same(_run(body, np.float32, x, f, less), x * f - less)
+
+
 # Rounding -------------------------------------------------------------------------------------------------------------
 
 _TAILS = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
