@@ -32,7 +32,7 @@ class Vectors(ABC):
 
     @abstractmethod
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        """table[index mod 32] in each of 32 lanes: i16 vectors."""
+        """table[index mod n] in each of n = 16 or 32 lanes: i16 vectors."""
 
     @abstractmethod
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
@@ -96,9 +96,9 @@ class Plain(Vectors):
     """Any target: tables are in memory, and lanes are looked up one by one."""
 
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        memory = b.buffer(64)
+        memory = b.buffer(2 * index.lanes)
         memory.store(table)
-        return _gather(b, memory, index & 31)
+        return _gather(b, memory, index & index.lanes - 1)
 
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
         table = low.shuffle([*range(16), *range(32, 48)], high)
@@ -127,13 +127,13 @@ class Avx512(Vectors):
         self._bytes = bytes_
 
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        return b.call("llvm.x86.avx512.permvar.hi.512", Halves, [table, index])
+        name = f"llvm.x86.avx512.permvar.hi.{16 * index.lanes}"
+        return b.call(name, index.type, [table, index])
 
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
         # 16 lanes are looked up in half the time of 32; the others are written over them by a mask.
-        name = "llvm.x86.avx512.permvar.hi.256"
-        parts = [x.shuffle(range(16)) for x in (low, index)]
-        first = b.call(name, vec(i16, 16), parts).shuffle(range(32))
+        parts = (x.shuffle(range(16)) for x in (low, index))
+        first = self.lookup(b, *parts).shuffle(range(32))
         # Of a mask that LLVM sees through it would make a shuffle instead.
         mask = opaque(b.const(vec(i8, 32), [0] * 16 + [-1] * 16)) < 0
         return b.select(mask, self.lookup(b, high, index), first)
@@ -208,8 +208,8 @@ def host() -> Vectors:
 
 def _gather(b: Builder, memory: Value, index: Value, element: Any = i16) -> Value:
     """The elements at `index` (an i16 vector) in memory."""
-    result = b.zero(vec(element, 32))
-    for lane in range(32):
+    result = b.zero(vec(element, index.lanes))
+    for lane in range(index.lanes):
         address = memory.at(index.extract(lane).zext(i64) * element_bytes(element))
         result = result.insert(lane, address.load(element))
     return result

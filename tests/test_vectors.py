@@ -168,6 +168,21 @@ def test_lookup_takes_the_index_modulo_32(unit: Vectors) -> None:
     np.testing.assert_array_equal(got, tables[rows, index % _LANES])
 
 
+def test_lookup_in_half_as_many_lanes(unit: Vectors) -> None:
+    rng = np.random.default_rng(8)
+    index = rng.permutation(1 << 16).astype(np.uint16)
+    tables = rng.integers(1 << 16, size=(len(index) // 16, 16), dtype=np.uint16)
+
+    def body(b: Builder, t: Value, x: Value) -> Value:
+        parts = [[v.shuffle(range(first, first + 16)) for v in (t, x)] for first in (0, 16)]
+        low, high = (unit.lookup(b, *part) for part in parts)
+        return low.shuffle(range(_LANES), high)
+
+    rows = np.arange(len(index)) // 16
+    got = _run(body, np.uint16, tables.ravel(), index)
+    np.testing.assert_array_equal(got, tables[rows, index % 16])
+
+
 def _tables() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(2)
     half = rng.integers(1 << 15, size=128)
