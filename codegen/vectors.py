@@ -45,10 +45,17 @@ class Vectors(ABC):
         To nearest even; denormals become a zero of their sign, as VCVTNE2PS2BF16 has it; NaN stays NaN.
         """
 
+    def broadcast(self, b: Builder, address: Value) -> Value:
+        """The fp32 number at an address in 16 lanes."""
+        return b.splat(address.load(f32), GROUP)
+
+    def spread(self, b: Builder, number: Value) -> Value:
+        """An fp32 number in 16 lanes."""
+        return b.splat(number, GROUP)
+
     def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
         """x · f − l in 16 lanes of fp32, where the products are exact; the numbers f and l are at addresses."""
-        scale, minimum = (b.splat(address.load(f32), GROUP) for address in (factor, less))
-        return x * scale - minimum
+        return x * self.broadcast(b, factor) - self.broadcast(b, less)
 
     @abstractmethod
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
@@ -142,10 +149,19 @@ class Avx512(Vectors):
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return b.call(name, vec(bf16, 32), [high, low]).bitcast(Words)
 
+    def broadcast(self, b: Builder, address: Value) -> Value:
+        # LLVM has VBROADCASTSS for floats, which takes a shuffle; this takes none.
+        return b.load_by("vpbroadcastd", Words, address).bitcast(Floats)
+
+    def spread(self, b: Builder, number: Value) -> Value:
+        # By way of memory, for the same reason. What is read back as it was written is there at once.
+        memory = b.buffer(4, align=4)
+        memory.store(number)
+        return self.broadcast(b, memory)
+
     def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
-        # One number is broadcast by the instruction itself. The other one would take LLVM a shuffle: VBROADCASTSS.
-        scale = b.load_by("vpbroadcastd", Words, factor).bitcast(Floats)
-        return b.fma(x, scale, -b.splat(less.load(f32), GROUP))
+        # One of the numbers is broadcast by the instruction itself.
+        return b.fma(x, self.broadcast(b, factor), -b.splat(less.load(f32), GROUP))
 
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
         if not self._bytes:

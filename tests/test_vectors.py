@@ -17,7 +17,7 @@ from formats_kit import assert_same, expected_bits, rounded, units
 
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target, compile_ir
-from expertile.codegen.ir import Builder, Module, Value, f32, i8, i16, i64, ptr, vec
+from expertile.codegen.ir import Builder, Module, Value, f32, i8, i16, i32, i64, ptr, vec
 from expertile.codegen.vectors import PLAIN, Vectors, halves, host
 
 _LANES = 32
@@ -72,6 +72,30 @@ def test_the_host_has_the_best_unit_it_can_run() -> None:
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_number_in_all_lanes(unit: Vectors, spread: bool) -> None:
+    """Whatever its bits: nothing is rounded."""
+    bits = np.random.default_rng(9).integers(1 << 32, size=1 << 12, dtype=np.uint32)
+    bits[:8] = 0, 1 << 31, 1, 0x7F800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0x00800000
+
+    def body(b: Builder, x: Value) -> Value:
+        memory, sums = b.buffer(4 * _LANES), b.zero(vec(i32, _LANES))
+        memory.store(x)
+        for lane in range(_LANES):
+            place = memory.at(4 * lane)
+            same = unit.spread(b, place.load(f32)) if spread else unit.broadcast(b, place)
+            words = same.bitcast(vec(i32, 16))
+            # Each lane of the result has seen all lanes of what should be the same.
+            every = words.extract(0)
+            for other in range(1, 16):
+                every = every & words.extract(other)
+            sums = sums.insert(lane, every)
+        return sums
+
+    got = _run(body, np.uint32, bits.view(np.float32))
+    np.testing.assert_array_equal(got, bits)
 
 
 def test_affine_reads_what_was_just_written(unit: Vectors) -> None:

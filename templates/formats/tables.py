@@ -33,7 +33,7 @@ def products(
         return scaled_table(b, values, dtype, address)
     if SCALE_BYTES[dtype] == 2:
         return _scale_tables(values, dtype).load(b, address)
-    table = b.const(Floats, list(values)) * splat_number(b, address, dtype)
+    table = b.const(Floats, list(values)) * splat_number(b, vectors, address, dtype)
     return vectors.pack_bf16(b, table, table).bitcast(Halves).shuffle(range(GROUP))
 
 
