@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from llvmlite import ir as L
+from llvmlite.ir.values import ArgumentAttributes
 
 
 class _BFloat(L.Type):
@@ -404,6 +405,21 @@ class Builder:
                 self.module, L.FunctionType(returns, [arg.type for arg in raw]), name
             )
         return self.wrap(self.llvm.call(callee, raw))
+
+    def load_by(self, instruction: str, type_: L.Type, address: Value) -> Value:
+        """What an instruction of the machine makes of the memory at an address: as many bytes as an element has.
+
+        For where LLVM knows several instructions that do the same, and chooses one that takes longer.
+        """
+        self.reads(address, element_bytes(type_))
+        function = L.FunctionType(type_, [ptr])
+        call = self.llvm.call(L.InlineAsm(function, f"{instruction} $1, $0", "=v,*m"), [address.ir])
+        element = ArgumentAttributes()
+        # llvmlite's own add() does not know them.
+        set.add(element, f"elementtype({type_.element})")
+        set.add(call.attributes, "memory(argmem: read)")
+        call.arg_attributes[0] = element
+        return self.wrap(call)
 
     def call_address(self, address: Value, returns: L.Type, args: Sequence[Value]) -> Value:
         """Call machine code at an address (i64 or ptr)."""

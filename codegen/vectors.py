@@ -32,7 +32,7 @@ class Vectors(ABC):
 
     @abstractmethod
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        """table[index mod 32] in each of 32 lanes: i16 vectors."""
+        """table[index mod n] in each of n = 16 or 32 lanes: i16 vectors."""
 
     @abstractmethod
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
@@ -44,6 +44,18 @@ class Vectors(ABC):
 
         To nearest even; denormals become a zero of their sign, as VCVTNE2PS2BF16 has it; NaN stays NaN.
         """
+
+    def broadcast(self, b: Builder, address: Value) -> Value:
+        """The fp32 number at an address in 16 lanes."""
+        return b.splat(address.load(f32), GROUP)
+
+    def spread(self, b: Builder, number: Value) -> Value:
+        """An fp32 number in 16 lanes."""
+        return b.splat(number, GROUP)
+
+    def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
+        """x · f − l in 16 lanes of fp32, where the products are exact; the numbers f and l are at addresses."""
+        return x * self.broadcast(b, factor) - self.broadcast(b, less)
 
     @abstractmethod
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
@@ -91,9 +103,9 @@ class Plain(Vectors):
     """Any target: tables are in memory, and lanes are looked up one by one."""
 
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        memory = b.buffer(64)
+        memory = b.buffer(2 * index.lanes)
         memory.store(table)
-        return _gather(b, memory, index & 31)
+        return _gather(b, memory, index & index.lanes - 1)
 
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
         table = low.shuffle([*range(16), *range(32, 48)], high)
@@ -122,13 +134,13 @@ class Avx512(Vectors):
         self._bytes = bytes_
 
     def lookup(self, b: Builder, table: Value, index: Value) -> Value:
-        return b.call("llvm.x86.avx512.permvar.hi.512", Halves, [table, index])
+        name = f"llvm.x86.avx512.permvar.hi.{16 * index.lanes}"
+        return b.call(name, index.type, [table, index])
 
     def lookup_halves(self, b: Builder, low: Value, high: Value, index: Value) -> Value:
         # 16 lanes are looked up in half the time of 32; the others are written over them by a mask.
-        name = "llvm.x86.avx512.permvar.hi.256"
-        parts = [x.shuffle(range(16)) for x in (low, index)]
-        first = b.call(name, vec(i16, 16), parts).shuffle(range(32))
+        parts = (x.shuffle(range(16)) for x in (low, index))
+        first = self.lookup(b, *parts).shuffle(range(32))
         # Of a mask that LLVM sees through it would make a shuffle instead.
         mask = opaque(b.const(vec(i8, 32), [0] * 16 + [-1] * 16)) < 0
         return b.select(mask, self.lookup(b, high, index), first)
@@ -136,6 +148,20 @@ class Avx512(Vectors):
     def pack_bf16(self, b: Builder, low: Value, high: Value) -> Value:
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return b.call(name, vec(bf16, 32), [high, low]).bitcast(Words)
+
+    def broadcast(self, b: Builder, address: Value) -> Value:
+        # LLVM has VBROADCASTSS for floats, which takes a shuffle; this takes none.
+        return b.load_by("vpbroadcastd", Words, address).bitcast(Floats)
+
+    def spread(self, b: Builder, number: Value) -> Value:
+        # By way of memory, for the same reason. What is read back as it was written is there at once.
+        memory = b.buffer(4, align=4)
+        memory.store(number)
+        return self.broadcast(b, memory)
+
+    def affine(self, b: Builder, x: Value, factor: Value, less: Value) -> Value:
+        # One of the numbers is broadcast by the instruction itself.
+        return b.fma(x, self.broadcast(b, factor), -b.splat(less.load(f32), GROUP))
 
     def decode_bytes(self, b: Builder, table: Sequence[int], codes: Value) -> Value:
         if not self._bytes:
@@ -198,8 +224,8 @@ def host() -> Vectors:
 
 def _gather(b: Builder, memory: Value, index: Value, element: Any = i16) -> Value:
     """The elements at `index` (an i16 vector) in memory."""
-    result = b.zero(vec(element, 32))
-    for lane in range(32):
+    result = b.zero(vec(element, index.lanes))
+    for lane in range(index.lanes):
         address = memory.at(index.extract(lane).zext(i64) * element_bytes(element))
         result = result.insert(lane, address.load(element))
     return result

@@ -17,7 +17,7 @@ from formats_kit import assert_same, expected_bits, rounded, units
 
 from expertile.codegen import cpu
 from expertile.codegen.compiler import Target, compile_ir
-from expertile.codegen.ir import Builder, Module, Value, f32, i8, i16, i64, ptr, vec
+from expertile.codegen.ir import Builder, Module, Value, f32, i8, i16, i32, i64, ptr, vec
 from expertile.codegen.vectors import PLAIN, Vectors, halves, host
 
 _LANES = 32
@@ -69,6 +69,56 @@ def test_the_host_has_the_best_unit_it_can_run() -> None:
     has = cpu.host().has
     assert (host() is not PLAIN) == (has("avx512bw") and has("avx512bf16"))
     assert units()["plain"] is PLAIN
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_number_in_all_lanes(unit: Vectors, spread: bool) -> None:
+    """Whatever its bits: nothing is rounded."""
+    bits = np.random.default_rng(9).integers(1 << 32, size=1 << 12, dtype=np.uint32)
+    bits[:8] = 0, 1 << 31, 1, 0x7F800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0x00800000
+
+    def body(b: Builder, x: Value) -> Value:
+        memory, sums = b.buffer(4 * _LANES), b.zero(vec(i32, _LANES))
+        memory.store(x)
+        for lane in range(_LANES):
+            place = memory.at(4 * lane)
+            same = unit.spread(b, place.load(f32)) if spread else unit.broadcast(b, place)
+            words = same.bitcast(vec(i32, 16))
+            # Each lane of the result has seen all lanes of what should be the same.
+            every = words.extract(0)
+            for other in range(1, 16):
+                every = every & words.extract(other)
+            sums = sums.insert(lane, every)
+        return sums
+
+    got = _run(body, np.uint32, bits.view(np.float32))
+    np.testing.assert_array_equal(got, bits)
+
+
+def test_affine_reads_what_was_just_written(unit: Vectors) -> None:
+    """Products of few bits, as the caller promises; then it makes no difference how often they are rounded."""
+    rng = np.random.default_rng(0)
+    x, f = (rng.integers(-(1 << 11), 1 << 11, 1 << 10).astype(np.float32) for _ in range(2))
+    less = rng.standard_normal(1 << 10).astype(np.float32) * 1000
+
+    def body(b: Builder, x: Value, f: Value, less: Value) -> Value:
+        numbers, results = b.buffer(2 * 4 * _LANES), []
+        numbers.store(f)
+        numbers.at(4 * _LANES).store(less)
+        for start in (0, 16):
+            sums = b.zero(vec(f32, 16))
+            for lane in range(16):
+                place = numbers.at(4 * (start + lane))
+                part = x.shuffle(range(start, start + 16))
+                one = unit.affine(b, part, place, place.at(4 * _LANES)).extract(lane)
+                sums = sums.insert(lane, one)
+            results.append(sums)
+        return results[0].shuffle(range(_LANES), results[1])
+
+    assert_same(_run(body, np.float32, x, f, less), x * f - less)
 
 
 # Rounding -------------------------------------------------------------------------------------------------------------
@@ -140,6 +190,21 @@ def test_lookup_takes_the_index_modulo_32(unit: Vectors) -> None:
     got = _run(lambda b, t, x: unit.lookup(b, t, x), np.uint16, tables.ravel(), index)
     rows = np.repeat(np.arange(len(tables)), _LANES)
     np.testing.assert_array_equal(got, tables[rows, index % _LANES])
+
+
+def test_lookup_in_half_as_many_lanes(unit: Vectors) -> None:
+    rng = np.random.default_rng(8)
+    index = rng.permutation(1 << 16).astype(np.uint16)
+    tables = rng.integers(1 << 16, size=(len(index) // 16, 16), dtype=np.uint16)
+
+    def body(b: Builder, t: Value, x: Value) -> Value:
+        parts = [[v.shuffle(range(first, first + 16)) for v in (t, x)] for first in (0, 16)]
+        low, high = (unit.lookup(b, *part) for part in parts)
+        return low.shuffle(range(_LANES), high)
+
+    rows = np.arange(len(index)) // 16
+    got = _run(body, np.uint16, tables.ravel(), index)
+    np.testing.assert_array_equal(got, tables[rows, index % 16])
 
 
 def _tables() -> dict[str, np.ndarray]:

@@ -84,14 +84,16 @@ class Fp8Block(Quantized):
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
         codes = matrix.codes.at(row * self.row_bytes).at(chunk * CHUNK)
-        return scaled_words(b, vectors, codes, self._scale(b, matrix, chunk // _SIDE_CHUNKS))
+        return scaled_words(
+            b, vectors, codes, self._scale(b, vectors, matrix, chunk // _SIDE_CHUNKS)
+        )
 
     def decoders(
         self, b: Builder, vectors: Vectors, matrix: Matrix, rows: Sequence[Value], first: Value
     ) -> list[Callable[[Value], Iterable[Value]]]:
         """With a table of what the codes are worth in a block, which all rows share."""
         table = b.buffer(256)
-        _write_table(b, vectors, self._scale(b, matrix, first // _SIDE_CHUNKS), table)
+        _write_table(b, vectors, self._scale(b, vectors, matrix, first // _SIDE_CHUNKS), table)
         places = [matrix.codes.at(row * self.row_bytes) for row in rows]
         return by_twos(
             places,
@@ -114,7 +116,7 @@ class Fp8Block(Quantized):
         table = b.buffer(256)
         start, stop = first // CHUNK, end // CHUNK
         with b.loop(first // _SIDE, -(-end // _SIDE)) as block:
-            _write_table(b, vectors, self._scale(b, matrix, block), table)
+            _write_table(b, vectors, self._scale(b, vectors, matrix, block), table)
             chunks = (
                 b.max(block * _SIDE_CHUNKS, start),
                 b.min((block + 1) * _SIDE_CHUNKS, stop),
@@ -131,9 +133,11 @@ class Fp8Block(Quantized):
                 words = _decode(b, vectors, table, codes)
                 into.at(row * stride + (chunk - start) * (2 * CHUNK)).store(words)
 
-    def _scale(self, b: Builder, matrix: Matrix, block: Value) -> Value:
+    def _scale(self, b: Builder, vectors: Vectors, matrix: Matrix, block: Value) -> Value:
         """In 16 lanes. The 16 rows from where `matrix` begins are all in one row of blocks."""
-        return splat_number(b, matrix.scales.at(block * SCALE_BYTES[self.scale]), self.scale)
+        return splat_number(
+            b, vectors, matrix.scales.at(block * SCALE_BYTES[self.scale]), self.scale
+        )
 
 
 def _decode(b: Builder, vectors: Vectors, table: Value, codes: Value) -> Value:

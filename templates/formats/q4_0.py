@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertile.codegen.ir import Builder, Value
-from expertile.codegen.layouts import GROUP
+from expertile.codegen.ir import Builder, Value, i8, i16, vec
+from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Vectors, Words
 from expertile.templates.formats.base import Matrix
 from expertile.templates.formats.blocks import Blocks
-from expertile.templates.formats.quantized import (
-    INT4,
-    nibbles,
-    numbers,
-)
-from expertile.templates.formats.tables import once, products
+from expertile.templates.formats.quantized import INT4, numbers
+from expertile.templates.formats.tables import products
 
 _BYTES, _CODES = 18, 2
 """Of a block; where the codes are in it."""
@@ -34,9 +30,9 @@ class Q40(Blocks):
     name = "q4_0"
     halves = (0,)
     block_bytes = _BYTES
-    decode_cycles = 2.4
-    stage_cycles = 4.0
-    carry_cycles = 3.6
+    decode_cycles = 2.3
+    stage_cycles = 3.9
+    carry_cycles = 3.5
 
     def block_values(self, blocks: np.ndarray) -> np.ndarray:
         d, packed = numbers(blocks[..., :_CODES], "float16"), blocks[..., _CODES:]
@@ -47,9 +43,11 @@ class Q40(Blocks):
         self, b: Builder, vectors: Vectors, matrix: Matrix, row: Value | int, chunk: Value
     ) -> Value:
         block = matrix.codes.at(row * self.row_bytes).at(chunk * _BYTES)
-        index = nibbles(b, block.at(_CODES), lambda k: (k % GROUP, k >= GROUP)) & 15
+        codes = block.at(_CODES).load(vec(i8, GROUP)).zext(vec(i16, GROUP))
         table = products(b, vectors, INT4, "float16", block)
-        return vectors.lookup(b, once(table), index).bitcast(Words)
+        # In instructions of 256 bits, which take half the time. The lowest four bits of an index count.
+        low, high = (vectors.lookup(b, table, index) for index in (codes, codes >> 4))
+        return low.shuffle(range(CHUNK), high).bitcast(Words)
 
 
 SCHEMES = {"q4_0": Q40()}

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from expertile.codegen.ir import Builder, Value, i8, i16, i32, i64, vec
+from expertile.codegen.ir import Builder, Value, i8, i16, i64, vec
 from expertile.codegen.layouts import CHUNK, GROUP
 from expertile.codegen.vectors import Halves, Vectors
 from expertile.templates.formats.quantized import (
@@ -33,7 +33,7 @@ def products(
         return scaled_table(b, values, dtype, address)
     if SCALE_BYTES[dtype] == 2:
         return _scale_tables(values, dtype).load(b, address)
-    table = b.const(Floats, list(values)) * splat_number(b, address, dtype)
+    table = b.const(Floats, list(values)) * splat_number(b, vectors, address, dtype)
     return vectors.pack_bf16(b, table, table).bitcast(Halves).shuffle(range(GROUP))
 
 
@@ -78,8 +78,8 @@ class _ScaleTables:
     mantissa_bits: int
     rows: np.ndarray
     """uint16 `[blocks · 2^mantissa_bits, 16]`."""
-    blocks: np.ndarray
-    """int32 `[signs and exponents]`: the first row of their block."""
+    origins: np.ndarray
+    """int64 `[signs and exponents]`: what leads from a scale as a number to its row: the block instead of these."""
     moves: np.ndarray
     """uint16 `[signs and exponents, 16]`."""
 
@@ -97,21 +97,24 @@ class _ScaleTables:
         moves = np.where(codes != 0, exponents[:, None], 0).astype(np.uint16)
         regular = (products == products[one] + moves[:, None]).all((1, 2))
         others = np.flatnonzero(~regular)
-        blocks = np.zeros(len(products), np.int32)
-        blocks[others] = (1 + np.arange(len(others))) << bits
+        blocks = np.zeros(len(products), np.int64)
+        blocks[others] = 1 + np.arange(len(others))
         moves[others] = 0
         rows = np.concatenate([products[one], products[others].reshape(-1, len(codes))])
-        return cls(bits, rows, np.tile(blocks, 2), np.concatenate([moves, moves ^ _SIGN]))
+        blocks = np.tile(blocks, 2)
+        origins = (blocks - np.arange(len(blocks))) << bits
+        return cls(bits, rows, origins, np.concatenate([moves, moves ^ _SIGN]))
 
     def load(self, b: Builder, address: Value) -> Value:
         """The products with the scale at an address: an i16 vector of 16 lanes."""
         scale = address.load(i16).zext(i64)
         upper = scale >> self.mantissa_bits
-        block = b.constant_bytes(self.blocks.tobytes()).at(upper * 4).load(i32).zext(i64)
-        row = (scale & (1 << self.mantissa_bits) - 1) + block
+        # In bytes, and 64 bits wide: there is nothing else to be done with what is loaded.
+        origins = b.constant_bytes((32 * self.origins).tobytes())
+        row = scale * 32 + origins.at(upper * 8).load(i64)
         product, move = (
-            b.constant_bytes(table.tobytes()).at(number * 32).load(vec(i16, GROUP), align=32)
-            for table, number in ((self.rows, row), (self.moves, upper))
+            b.constant_bytes(table.tobytes()).at(place).load(vec(i16, GROUP), align=32)
+            for table, place in ((self.rows, row), (self.moves, upper * 32))
         )
         return product + move
 
