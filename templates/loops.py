@@ -458,8 +458,7 @@ class Emitter:
         b, codes = self.b, carrying.codes
         unit, step, share = codes.unit, codes.step, carrying.share * codes.unit
         tiles = source.tiles(self, rows.plan, chosen, top, b.const(i64, 0))
-        pace = -(-rows.chunks // share)
-        """Chunks that are multiplied for one that is decoded."""
+        pace = -(-rows.chunks // share)  # chunks that are multiplied for one that is decoded
 
         def multiply(begin: Value, end: Value) -> None:
             """What goes with chunks `begin`…`end` of the share."""

@@ -304,6 +304,16 @@ def test_fp8_block_staged_from_the_middle_of_a_block(
     assert_same(got, whole[:, first:end])
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e4m3fn"])
+def test_fp8_block_with_scales_of_a_byte(unit: Vectors, dtype: str) -> None:
+    """As checkpoints of DeepSeek-V3.1 have them; with neighbours that a wider read would take for a part of them."""
+    scheme = Fp8Block(scale=dtype)
+    codes = _codes(16, 16384)
+    scales = np.arange(2 * 128, dtype=np.uint8).reshape(2, 128)[:1] + np.uint8(64)
+    got = decode(scheme, unit, codes, scales, None, 16, 16384)
+    assert_same(got, rounded(scheme.values(16384, codes, scales)))
+
+
 # Layout -------------------------------------------------------------------------------------------------------------
 
 

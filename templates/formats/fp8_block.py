@@ -44,7 +44,7 @@ class Fp8Block(Quantized):
     """
 
     scale: str = "float32"
-    """The dtype of the scales: float32, bfloat16 or float16."""
+    """The dtype of the scales: float32, bfloat16 or float16, or float8_e8m0fnu, exact powers of two."""
 
     name = "fp8_block"
     shared_rows = _SIDE

@@ -293,7 +293,9 @@ def load_number(b: Builder, address: Value, dtype: str) -> Value:
 
 
 def splat_number(b: Builder, vectors: Vectors, address: Value, dtype: str) -> Value:
-    """The same in 16 fp32 lanes, but for scales of one byte."""
+    """The same in 16 fp32 lanes."""
+    if SCALE_BYTES[dtype] == 1:
+        return vectors.spread(b, load_number(b, address, dtype))
     if dtype == "bfloat16":  # straight from memory: by way of a scalar it would take longer
         words = b.splat(address.load(i16, align=1), CHUNK).bitcast(vec(i32, GROUP))
         return (words << 16).bitcast(Floats)
