@@ -24,7 +24,7 @@ from expertile.codegen.cache import default_cache
 from expertile.codegen.isa import TilePlan, Variant
 from expertile.codegen.layouts import GROUP, groups_of
 from expertile.runtime.caches import caches
-from expertile.templates.formats.base import ByRows
+from expertile.templates.formats.base import ByRows, WeightFormat
 from expertile.templates.kernel import ExpertKernel
 
 Kernel = TypeVar("Kernel", bound=ExpertKernel)
@@ -46,6 +46,8 @@ _STAGE_CYCLES = 1.0
 """Core cycles to write a chunk of a decoded row to L2 and to have it back, beside decoding it."""
 _DECODE_CYCLES = 1.0
 """Core cycles that decoding any rows takes a chunk, which more rows share."""
+_MANY_SUMS = 16
+"""Of a pass; more leave few registers for decoding."""
 _SPILLED_CYCLES = 4.0
 """Core cycles to have a chunk of a decoded row back from beyond L2."""
 _L2_PART = 0.75
@@ -62,6 +64,8 @@ def candidates(kernel: ExpertKernel) -> tuple[Variant, ...]:
     found: dict[Any, Variant] = {}
     for variant in _offered(kernel):
         plan = _plan(replace(kernel, variant=variant))
+        if variant.carried and plan.sweeps * kernel.blocks == 1:
+            continue  # what is multiplied once needs not be written
         found.setdefault((plan, replace(variant, rows=GROUP, tokens=GROUP)), variant)
     return tuple(found.values())
 
@@ -185,7 +189,7 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
         from_l2 = 0 if a_in_l1 and (number or variant.copied) else rows
         from_l2 += 0 if b_in_l1 else tokens
         multiply = max(isa.multiply_cycles * rows * tokens, isa.latency_cycles)
-        multiply += 0.0 if written else kernel.format.decode_cycles * rows + _DECODE_CYCLES
+        multiply += 0.0 if written else _decoding(kernel.format, rows, tokens)
         step = max(multiply, sum(isa.load_cycles(plan, one)), from_l2 * _L2_CYCLES)
         saving, storing = isa.store_cycles(plan, one)
         times = one.repeat * one.groups * repeats
@@ -193,6 +197,12 @@ def _multiplying(kernel: ExpertKernel, plan: TilePlan, a_in_l1: bool, b_in_l1: b
     asking = _ASK_CYCLES * len(variant.ahead)
     writing = _writing(kernel) if written else 0.0
     return cycles * kernel.blocks + GROUP * kernel.matrices * chunks * (asking + writing)
+
+
+def _decoding(format_: WeightFormat, rows: int, tokens: int) -> float:
+    """Cycles to decode a chunk of the rows of a pass."""
+    crowded = format_.crowded_cycles if rows * tokens > _MANY_SUMS else 0.0
+    return (format_.decode_cycles + crowded) * rows + _DECODE_CYCLES
 
 
 def _writing(kernel: ExpertKernel) -> float:

@@ -48,6 +48,8 @@ class WeightFormat(ABC):
     decode_cycles: ClassVar[float] = 0.0
     """Core cycles to work out a chunk of a row while it is multiplied, about, with 512-bit vectors: for the cost model.
     Tables that take registers away from sums cost more than their instructions."""
+    crowded_cycles: ClassVar[float] = 0.0
+    """More, where sums leave few registers: of a format whose tables want some."""
     stage_cycles: ClassVar[float] = 0.0
     """Likewise while rows are staged."""
     carry_cycles: ClassVar[float] = 0.0

@@ -50,6 +50,7 @@ class Fp8Block(Quantized):
     shared_rows = _SIDE
     unit = _SIDE_CHUNKS
     decode_cycles = 4.1
+    crowded_cycles = 1.5
     stage_cycles = 3.7
     carry_cycles = 3.9
 

@@ -130,7 +130,7 @@ class GroupedInt8(Integers):
     name = "int8_grouped"
     decode_cycles = 5.0
     stage_cycles = 5.3
-    carry_cycles = 4.0
+    carry_cycles = 4.6
 
     def __post_init__(self) -> None:
         if self.group <= 0 or self.group % CHUNK:
