@@ -8,7 +8,8 @@ What an item is decides nothing about the result:
     gate/up  a range of rows of one expert, the busiest experts first
     int8     likewise a group, where activations are int8: gate/up left it in bf16
     down     a range of output columns, for **all** active experts in ascending order: the sums of a token are private
-             to the thread, added up in the order of expert number (then slot), and written once
+             to the thread, added up in the order of expert number (then slot), and written once; threads begin far
+             apart and go on to neighbours
 
 A thread takes an item while it still has one to do.  So a kernel knows which weights come next, in the next item or the
 next pass, and asks for them before it ends.
@@ -46,8 +47,8 @@ from expertile.templates.kernel import LAUNCH_BLOCKS, MATRIX, MATRIX_BYTES
 _PARALLEL_FROM = 1 << 16
 """Weight elements a pass from which waking the other threads pays."""
 
-_ITEMS = 32
-"""Items of a pass for each thread, about: many, so that all threads end together."""
+_ITEMS = 16
+"""Items of a pass for each thread, about: many, so that all threads end together; not more, as each has a start."""
 _MOST_GATE_UP_ROWS = 256
 _MOST_DOWN_ROWS = 256
 _SUMS_BYTES = 512 * 1024
@@ -460,10 +461,27 @@ def _item(f: SimpleNamespace, number: Value) -> tuple[SimpleNamespace, Value, Va
     return expert_at(f, index), first, end
 
 
+def _parts(f: SimpleNamespace) -> Value:
+    """Down items of a call."""
+    return (f.hidden + f.down_rows - 1) // f.down_rows
+
+
+def _first_column(b: Builder, f: SimpleNamespace, item: Value) -> Value:
+    """Of a down item.
+
+    Items that are taken at the same time are far apart, those that a thread takes one after the other are neighbours:
+    a core asks for some KB beyond the rows that it reads, and so much of the next rows should not be another core's.
+    """
+    fewest, rest = _parts(f) // f.threads, _parts(f) % f.threads
+    lane, turn = item % f.threads, item // f.threads
+    first = lane * fewest + b.min(lane, rest)
+    return (first + turn) * f.down_rows
+
+
 def _first_down(b: Builder, f: SimpleNamespace) -> list[Value]:
     """The first rows of the thread's first down item, as the records of a gate and an up matrix to be fetched."""
     matrix = expert_at(f, b.const(i64, 0)).down.at(MATRIX["codes"]).load(ptr)
-    first = matrix.at(f.first_down * f.down_rows * f.down_row)
+    first = matrix.at(_first_column(b, f, f.first_down) * f.down_row)
     records = [b.buffer(MATRIX_BYTES) for _ in range(2)]
     # Two parts of what a row block of gate and up is long.
     for number, record in enumerate(records):
@@ -483,12 +501,12 @@ def _after_gate_up(
 
 
 def _down(b: Builder, f: SimpleNamespace) -> None:
-    parts = (f.hidden + f.down_rows - 1) // f.down_rows
+    parts = _parts(f)
     sums = f.scratch.at(f.kernel_scratch_bytes)
     with each_item(b, f, 2, parts, f.first_down) as (item, following):
-        first_row = item * f.down_rows
+        first_row = _first_column(b, f, item)
         end_row = b.min(first_row + f.down_rows, f.hidden)
-        coming_row = b.select(following < parts, following * f.down_rows, first_row)
+        coming_row = b.select(following < parts, _first_column(b, f, following), first_row)
         f.hooks.rows(2, first_row, end_row, experts=f.active)
         row_bytes = f.down_rows * 4
         with b.loop(0, f.tokens * row_bytes, 64) as offset:

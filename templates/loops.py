@@ -22,7 +22,6 @@ from expertile.templates.sums import ByteSums, bias_of
 class Rows:
     """Rows that are multiplied together: up to two blocks of 16."""
 
-    matrices: list[Matrix]
     chunks: int
     """Whole chunks of them."""
     tails: list[Value]
@@ -275,13 +274,13 @@ class Emitter:
             )
         chunks = whole // self.isa.chunk
         stream = Stream(self, plan, row, count, chunks)
+        rows = Rows(chunks, tails, plan, stream)
         if self.variant.copied and chunks:
-            self._copied(Rows(matrices, chunks, tails, plan, stream), row, count)
+            self._copied(rows, matrices, row, count)
             return
         source: Source = Codes(matrices, format_, chunks)
         if format_.direct:
             source = Memory([matrix.codes for matrix in matrices], format_.row_bytes)
-        rows = Rows(matrices, chunks, tails, plan, stream)
         with self.token_blocks() as block:
             self._multiply(rows, source, block)
             kernel.epilogue(self, row, GROUP, count, block)
@@ -300,7 +299,7 @@ class Emitter:
         def compute(first: Value, valid: int) -> None:
             source = Memory([base.at(first * stride) for base in bases], stride)
             with self.token_blocks() as block:
-                self._multiply(Rows(matrices, chunks, [], plan, stream), source, block)
+                self._multiply(Rows(chunks, [], plan, stream), source, block)
                 kernel.epilogue(self, row + first, valid, 1, block)
 
         whole, rest = rows // GROUP * GROUP, rows % GROUP
@@ -332,7 +331,7 @@ class Emitter:
             passes = plan.sweeps * kernel.blocks
             carrying = Carrying(codes, then, stride, passes, row + GROUP < end)
             stream = Stream(self, plan, row + GROUP, 1, chunks)
-            rows = Rows(following, chunks, [], plan, stream, carrying)
+            rows = Rows(chunks, [], plan, stream, carrying)
             with self.token_blocks() as block:
                 self._multiply(rows, source, block)
                 kernel.epilogue(self, row, GROUP, 1, block)
@@ -352,7 +351,7 @@ class Emitter:
             part = KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
             self._sweep(rows, source, part, block, (top, top + self.variant.panel))
 
-    def _copied(self, rows: Rows, row: Value, count: int) -> None:
+    def _copied(self, rows: Rows, matrices: list[Matrix], row: Value, count: int) -> None:
         """All C tiles of the rows and all token blocks: each k block of the rows is written to L1 first.
 
         Rows whose distance is a power of two share a few sets of L1, and all token blocks read them again.
@@ -360,13 +359,12 @@ class Emitter:
         b, kernel, scratch = self.b, self.kernel, self.scratch
         stride = kernel.copy_stride
         into = [
-            self.arg.scratch.at(scratch.copy + GROUP * stride * i)
-            for i in range(len(rows.matrices))
+            self.arg.scratch.at(scratch.copy + GROUP * stride * i) for i in range(len(matrices))
         ]
         k_chunks = self.isa.chunks(self.variant.k_block)
         with b.loop(0, rows.chunks, k_chunks) as first:
             part = KBlock(first, b.min(first + k_chunks, rows.chunks), rows.chunks)
-            for matrix, target in zip(rows.matrices, into, strict=True):
+            for matrix, target in zip(matrices, into, strict=True):
                 self._copy(matrix, part, target, stride)
             with self._kept_blocks() as block:
                 self._sweep(rows, Memory(into, stride, first), part, block, (0, GROUP))

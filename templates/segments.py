@@ -340,7 +340,7 @@ class _SegmentEmitter(Emitter):
         rows: int | Value,
     ) -> None:
         chunks = self.kernel.inputs // self.isa.chunk  # whole ones
-        blocks = Rows([], chunks, tails, plan, _SegmentStream(self, plan, row))
+        blocks = Rows(chunks, tails, plan, _SegmentStream(self, plan, row))
         with self.token_blocks() as block:
             self._sweep(blocks, source, segments, block, (0, GROUP))
             self.kernel.epilogue(self, row, rows, 1, block)

@@ -136,6 +136,19 @@ def test_fewer_threads_than_asked_for(env: dict[str, str]) -> None:
     assert run(_digest_with_threads, 16, SHAPE, env=env) == expected
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4, 7])
+@pytest.mark.parametrize("hidden", [16, 40, 528, 1456])
+def test_any_number_of_threads_divides_any_number_of_columns(hidden: int, threads: int) -> None:
+    """Each thread begins with columns of its own, also where there are more or fewer than threads."""
+    case = make_case(hidden=hidden, intermediate=1024)
+    with oracle.threads(1):
+        expected = case.run()
+    with oracle.threads(threads):
+        found = case.run()
+    oracle.check(case, found)
+    assert digest(found) == digest(expected)
+
+
 def _threads_started(shape: dict[str, Any]) -> dict[str, int]:
     """OS threads that each step adds to the process."""
     import oracle
