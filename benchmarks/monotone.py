@@ -4,8 +4,9 @@ python benchmarks/monotone.py [--shape qwen3-30b-a3b] [--tokens 1:256:1] [--roun
 
 One routing is drawn for the largest batch; T tokens are its first T. Every round samples all T in a new random order,
 a sample being at least 20 ms of calls; the time of a T is the median of its rounds. The worst drop is how much longer
-than a call some smaller call takes: max over T of (max over T' < T of time(T')) / time(T) - 1. The JSON and a picture
-are written; the picture needs `expertile[plots]`.
+than a call some smaller call takes: max over T of (max over T' < T of time(T')) / time(T) - 1. On machines whose speed
+changes between rounds medians say as much about that: the same is given for the fastest round of each T as well. The
+JSON and a picture are written; the picture needs `expertile[plots]`.
 
 The same T uses the same experts every time, so calls take the layers of at least 2 GiB of weights in turn and rename
 the experts each time round, to read what was used longest ago: nothing is found in a cache.
@@ -110,8 +111,9 @@ def sample(probes: dict[int, Probe], rounds: int, progress: Callable[[float, flo
 
 
 def summary(times: dict[int, list[float]], experts: dict[int, int]) -> Json:
-    """Medians and quartiles in ms, the worst drop and the steepest steps. times: seconds by tokens, then round."""
+    """Medians, quartiles and least in ms, the worst drops and the steepest steps. times: seconds by tokens, then round."""
     ms = {t: median(values) * 1e3 for t, values in times.items()}
+    fastest = {t: min(values) * 1e3 for t, values in times.items()}
     low, high = {}, {}
     for t, values in times.items():
         low[t], _, high[t] = (1e3 * q for q in quantiles(values, n=4, method="inclusive"))
@@ -121,7 +123,9 @@ def summary(times: dict[int, list[float]], experts: dict[int, int]) -> Json:
         "ms": list(ms.values()),
         "low": list(low.values()),
         "high": list(high.values()),
+        "fastest": list(fastest.values()),
         "worst_drop": worst_drop(ms),
+        "worst_drop_of_fastest": worst_drop(fastest),
         "jumps": jumps(ms, experts)[:JUMPS],
     }
 
@@ -154,20 +158,31 @@ def jumps(ms: dict[int, float], experts: dict[int, int]) -> list[Json]:
 def table(shapes: Sequence[Json]) -> Table:
     """A line for each shape."""
     result = Table(title="no cliff", title_justify="left")
-    for column in ("shape", "tokens", "rounds", "worst drop", "at tokens", "steepest step", "at"):
+    columns = (
+        "tokens",
+        "rounds",
+        "worst drop",
+        "at tokens",
+        "fastest",
+        "at",
+        "steepest step",
+        "at",
+    )
+    for column in ("shape", *columns):
         result.add_column(column, justify="left" if column == "shape" else "right")
     for found in shapes:
-        drop, step = found["worst_drop"], found["jumps"][0]
+        drop, least, step = found["worst_drop"], found["worst_drop_of_fastest"], found["jumps"][0]
         result.add_row(
             found["name"], f"{found['tokens'][0]}–{found['tokens'][-1]}", str(found["rounds"]),
             f"{drop['drop']:+.1%}", f"{drop['from']} → {drop['to']}",
+            f"{least['drop']:+.1%}", f"{least['from']} → {least['to']}",
             f"{step['jump']:+.1%}", f"{step['from']} → {step['to']}",
         )  # fmt: skip
     return result
 
 
 def plot(report: Json, picture: Path) -> None:
-    """Write the picture: a panel for each shape, with the quartiles as a band and the ends of the worst drop."""
+    """Write the picture: a panel for each shape, quartiles as a band, the fastest in black, the ends of the worst drop."""
     from matplotlib import pyplot
 
     shapes = report["shapes"]
@@ -178,6 +193,7 @@ def plot(report: Json, picture: Path) -> None:
         tokens, drop = found["tokens"], found["worst_drop"]
         axes.fill_between(tokens, found["low"], found["high"], alpha=0.3, linewidth=0)
         axes.plot(tokens, found["ms"], linewidth=1)
+        axes.plot(tokens, found["fastest"], linewidth=1, color="black")
         ends = [drop["from"], drop["to"]]
         heights = [found["ms"][tokens.index(t)] for t in ends]
         axes.plot(ends, heights, "o", color="crimson", markersize=4)

@@ -117,11 +117,20 @@ def test_every_number_is_sampled_in_every_round(monotone: ModuleType) -> None:
     assert found["tokens"] == [1, 2, 5, 40]
     assert found["experts"][0] == 2
     assert found["experts"] == sorted(found["experts"])
-    for low, middle, high in zip(found["low"], found["ms"], found["high"], strict=True):
-        assert 0 < low <= middle <= high
+    columns = (found[name] for name in ("fastest", "low", "ms", "high"))
+    for fastest, low, middle, high in zip(*columns, strict=True):
+        assert 0 < fastest <= low <= middle <= high
     assert len(seen) == 4 * 8  # with the round that warms up
     assert seen[-1][0] == pytest.approx(seen[-1][1])
     assert all(passed <= expected and math.isfinite(expected) for passed, expected in seen)
+
+
+def test_the_fastest_rounds_have_a_worst_drop_of_their_own(monotone: ModuleType) -> None:
+    times = {1: [1.0, 9.0, 9.0], 2: [2.0, 3.0, 3.0]}  # slow rounds of T = 1 only
+    found = monotone.summary(times, {1: 1, 2: 2})
+    assert found["fastest"] == [1000.0, 2000.0]
+    assert found["worst_drop"]["drop"] == pytest.approx(2.0)
+    assert found["worst_drop_of_fastest"]["drop"] == pytest.approx(-0.5)
 
 
 @pytest.mark.usefixtures("quick")
