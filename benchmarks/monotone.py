@@ -111,7 +111,7 @@ def sample(probes: dict[int, Probe], rounds: int, progress: Callable[[float, flo
 
 
 def summary(times: dict[int, list[float]], experts: dict[int, int]) -> Json:
-    """Medians, quartiles and least in ms, the worst drops and the steepest steps. times: seconds by tokens, then round."""
+    """Medians, quartiles, least in ms; worst drops and steepest steps. times: seconds by tokens, then round."""
     ms = {t: median(values) * 1e3 for t, values in times.items()}
     fastest = {t: min(values) * 1e3 for t, values in times.items()}
     low, high = {}, {}
@@ -182,7 +182,7 @@ def table(shapes: Sequence[Json]) -> Table:
 
 
 def plot(report: Json, picture: Path) -> None:
-    """Write the picture: a panel for each shape, quartiles as a band, the fastest in black, the ends of the worst drop."""
+    """Write the picture: a panel a shape, quartiles as a band, the fastest in black, the ends of the worst drop."""
     from matplotlib import pyplot
 
     shapes = report["shapes"]
