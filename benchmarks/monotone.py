@@ -158,25 +158,14 @@ def jumps(ms: dict[int, float], experts: dict[int, int]) -> list[Json]:
 def table(shapes: Sequence[Json]) -> Table:
     """A line for each shape."""
     result = Table(title="no cliff", title_justify="left")
-    columns = (
-        "tokens",
-        "rounds",
-        "worst drop",
-        "at tokens",
-        "fastest",
-        "at",
-        "steepest step",
-        "at",
-    )
-    for column in ("shape", *columns):
+    for column in ("shape", "tokens", "rounds", "worst drop", "of the fastest", "steepest step"):
         result.add_column(column, justify="left" if column == "shape" else "right")
     for found in shapes:
-        drop, least, step = found["worst_drop"], found["worst_drop_of_fastest"], found["jumps"][0]
+        drop, fastest, step = found["worst_drop"], found["worst_drop_of_fastest"], found["jumps"][0]
+        sizes = (drop["drop"], drop), (fastest["drop"], fastest), (step["jump"], step)
         result.add_row(
             found["name"], f"{found['tokens'][0]}–{found['tokens'][-1]}", str(found["rounds"]),
-            f"{drop['drop']:+.1%}", f"{drop['from']} → {drop['to']}",
-            f"{least['drop']:+.1%}", f"{least['from']} → {least['to']}",
-            f"{step['jump']:+.1%}", f"{step['from']} → {step['to']}",
+            *(f"{size:+.1%}\n{ends['from']} → {ends['to']}" for size, ends in sizes),
         )  # fmt: skip
     return result
 
