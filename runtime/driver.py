@@ -472,9 +472,8 @@ def _first_column(b: Builder, f: SimpleNamespace, item: Value) -> Value:
     Items that are taken at the same time are far apart, those that a thread takes one after the other are neighbours:
     a core asks for some KB beyond the rows that it reads, and so much of the next rows should not be another core's.
     """
-    fewest, rest = _parts(f) // f.threads, _parts(f) % f.threads
-    lane, turn = item % f.threads, item // f.threads
-    first = lane * fewest + b.min(lane, rest)
+    parts, lane, turn = _parts(f), item % f.threads, item // f.threads
+    first = lane * (parts // f.threads) + b.min(lane, parts % f.threads)
     return (first + turn) * f.down_rows
 
 
